@@ -1,0 +1,174 @@
+"""How one role's model is cut over the ranks of its pool."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolemesh.placement.model import ModelShape
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be cut this way; the message holds the sizes and the legal alternatives."""
+
+
+class Coords(NamedTuple):
+    """Where one rank stands in the grid; field order is the grid's, slowest axis first."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel axes; rank order is `arange(world).view(pp, dp, cp, tp)` (Megatron's).
+
+    Raises LayoutError when a size is not a positive whole number.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in self.sizes().items():
+            if type(value) is not int or value < 1:
+                raise LayoutError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if type(self.sequence_parallel) is not bool:
+            raise LayoutError(f"sequence_parallel must be true or false, got {self.sequence_parallel!r}")
+        if self.sequence_parallel and self.tp == 1:
+            raise LayoutError("sequence_parallel cuts the sequence over tp: it needs tp > 1, got tp=1")
+
+    @classmethod
+    def fill(cls, pins: Mapping[str, object], world: int) -> Layout:
+        """The layout of `world` ranks that keeps the pinned sizes; `dp` follows unless it is pinned.
+
+        Raises LayoutError for an unknown key, and when the pinned sizes do not divide `world`.
+        """
+        for name in pins:
+            _known_axis(name, tuple(field.name for field in fields(cls)))
+        pinned = cls(**pins)  # type: ignore[arg-type]  # the constructor checks the values
+        model_ranks = pinned.tp * pinned.cp * pinned.pp
+        if world % model_ranks:
+            legal = _legal_sizes(pinned, world)
+            raise LayoutError(
+                f"tp={pinned.tp} x cp={pinned.cp} x pp={pinned.pp} = {model_ranks} ranks per replica "
+                f"do not divide the pool's {world} devices; {legal}"
+            )
+        dp = world // model_ranks
+        if pins.get("dp", dp) != dp:
+            raise LayoutError(
+                f"tp={pinned.tp} x cp={pinned.cp} x pp={pinned.pp} x dp={pinned.dp} = {pinned.world} ranks, "
+                f"the pool has {world}; dp={dp} would use them all (or leave dp out)"
+            )
+        return cls(**{**asdict(pinned), "dp": dp})
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def grid(self) -> NDArray[np.int64]:
+        """Ranks as an array [pp, dp, cp, tp]."""
+        return np.arange(self.world).reshape(self.pp, self.dp, self.cp, self.tp)
+
+    def sizes(self) -> dict[str, int]:
+        """Every axis and its size, without the switches."""
+        return {name: value for name, value in asdict(self).items() if name != "sequence_parallel"}
+
+    def coords(self, rank: int) -> Coords:
+        """Position of `rank` in the grid."""
+        if not 0 <= rank < self.world:
+            raise LayoutError(f"rank {rank} is outside this layout of {self.world} ranks ({self})")
+        return Coords(*(int(index) for index in np.unravel_index(rank, self.grid.shape)))
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups of ranks that differ only along `axes`, each ascending, ordered by first rank."""
+        for axis in axes:
+            _known_axis(axis, Coords._fields)
+        inside = [i for i, name in enumerate(Coords._fields) if name in axes]
+        outside = [i for i in range(len(Coords._fields)) if i not in inside]
+        size = int(np.prod([self.grid.shape[i] for i in inside]))
+        return self.grid.transpose(outside + inside).reshape(-1, size).tolist()
+
+    def replica(self, dp_rank: int) -> list[int]:
+        """Ranks that together hold replica `dp_rank`, ascending."""
+        return sorted(self._replica_grid(dp_rank).ravel().tolist())
+
+    def collect_rank(self, dp_rank: int) -> int:
+        """The rank that returns replica `dp_rank`'s results: last pipeline stage, tp 0, cp 0."""
+        return int(self._replica_grid(dp_rank)[-1, 0, 0])
+
+    def _replica_grid(self, dp_rank: int) -> NDArray[np.int64]:  # [pp, cp, tp]
+        if not 0 <= dp_rank < self.dp:
+            raise LayoutError(f"replica {dp_rank} is outside this layout of dp={self.dp}")
+        return self.grid[:, dp_rank]
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise LayoutError when a model of this shape cannot be cut so, naming the sizes that would do."""
+        for name in ("cp", "ep", "etp", "vpp"):
+            if getattr(self, name) > 1:
+                raise LayoutError(f"{name}={getattr(self, name)} is not supported yet: use {name}=1")
+        if self.pp > shape.n_layers:
+            raise LayoutError(
+                f"pp={self.pp} leaves stages without a layer: the model has {shape.n_layers} layers"
+            )
+        if reason := _tp_fault(self.tp, shape):
+            devices = self.world // (self.pp * self.cp)
+            whose = f"{devices} devices" if self.pp == 1 else f"{devices} devices of a pipeline stage"
+            raise LayoutError(f"tp={self.tp} {reason}; legal tp for {whose}: {_legal_tp(shape, devices)}")
+
+    def __str__(self) -> str:
+        cut = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
+        return " ".join(cut + ["sequence_parallel"] * self.sequence_parallel) or "one rank"
+
+
+def _known_axis(name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise LayoutError(f"a layout has no {name!r} (known: {', '.join(known)}){hint}")
+
+
+def _legal_sizes(pinned: Layout, world: int) -> str:
+    """For each axis of the replica that alone could be changed: the values that make `world` divide."""
+    sizes = {name: getattr(pinned, name) for name in ("tp", "cp", "pp")}
+    model_ranks = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    options = []
+    for name, size in sizes.items():
+        rest = model_ranks // size
+        if size > 1 and world % rest == 0:
+            values = [n for n in range(1, world // rest + 1) if (world // rest) % n == 0]
+            options.append(f"legal {name}: {', '.join(map(str, values))}")
+    return "; ".join(options) or f"their product must divide {world}"
+
+
+def _tp_fault(tp: int, shape: ModelShape) -> str | None:
+    """Why `tp` cannot cut this model, or None. Fewer KV heads than tp are copied, so they must divide it."""
+    if shape.n_heads % tp:
+        return f"does not divide the {shape.n_heads} attention heads"
+    if shape.n_kv_heads % tp and tp % shape.n_kv_heads:
+        return f"neither divides the {shape.n_kv_heads} KV heads nor is a multiple of them"
+    if shape.ffn % tp:
+        return f"does not divide the {shape.ffn} feed-forward columns"
+    return None
+
+
+def _legal_tp(shape: ModelShape, devices: int) -> str:
+    fitting = [tp for tp in range(1, devices + 1) if _tp_fault(tp, shape) is None]
+    whole = ", ".join(str(tp) for tp in fitting if devices % tp == 0)
+    idle = ", ".join(f"{tp} leaving {devices % tp} idle" for tp in fitting if devices % tp)
+    return f"{whole} ({idle})" if idle else whole

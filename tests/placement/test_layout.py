@@ -1,0 +1,127 @@
+"""Rank arithmetic against brute force over coordinates, and messages that hold the legal values."""
+
+import itertools
+
+import pytest
+
+from rolemesh.placement.layout import Coords, Layout, LayoutError
+from rolemesh.placement.model import ModelShape
+
+LAYOUTS = [Layout(tp=tp, cp=cp, dp=dp, pp=pp) for tp, cp, dp, pp in itertools.product((1, 2, 3), repeat=4)]
+SHAPE_40_8 = ModelShape("qwen2", 4, 5120, 13_824, 40, 8, 128, 1000, 2048)
+
+
+def _coords_by_hand(layout: Layout, rank: int) -> Coords:
+    """tp fastest, then cp, dp, pp slowest, by division."""
+    rest, tp = divmod(rank, layout.tp)
+    rest, cp = divmod(rest, layout.cp)
+    pp, dp = divmod(rest, layout.dp)
+    return Coords(pp, dp, cp, tp)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_coords_and_grid_agree_with_division_by_hand(layout):
+    for rank in range(layout.world):
+        coords = layout.coords(rank)
+        assert coords == _coords_by_hand(layout, rank)
+        assert layout.grid[coords] == rank
+
+
+@pytest.mark.parametrize(
+    "axes", [(), ("tp",), ("dp",), ("pp",), ("tp", "pp"), ("cp", "dp"), ("dp", "tp", "pp", "cp")]
+)
+def test_a_group_is_every_rank_that_differs_only_along_its_axes(axes):
+    for layout in LAYOUTS:
+        groups = layout.groups(*axes)
+        for group in groups:
+            first = _coords_by_hand(layout, group[0])
+            alike = [
+                rank
+                for rank in range(layout.world)
+                if all(
+                    getattr(_coords_by_hand(layout, rank), axis) == getattr(first, axis)
+                    for axis in Coords._fields
+                    if axis not in axes
+                )
+            ]
+            assert group == alike
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
+        assert groups == sorted(groups)
+
+
+def test_a_replica_is_cut_over_tp_and_pp_and_its_results_are_at_the_last_stage():
+    layout = Layout(tp=2, dp=2, pp=2)
+    assert layout.replica(0) == [0, 1, 4, 5]
+    assert layout.replica(1) == [2, 3, 6, 7]
+    assert [layout.collect_rank(dp_rank) for dp_rank in range(2)] == [4, 6]
+
+
+def test_indices_outside_the_layout_are_refused():
+    layout = Layout(tp=2, dp=2)
+    for call in (lambda: layout.coords(4), lambda: layout.coords(-1), lambda: layout.replica(-1)):
+        with pytest.raises(LayoutError, match="outside this layout"):
+            call()
+    with pytest.raises(LayoutError, match=r"no 'tpp' \(known: pp, dp, cp, tp\); did you mean tp\?"):
+        layout.groups("tpp")
+
+
+def test_dp_fills_what_the_pins_leave():
+    assert Layout.fill({"tp": 8, "pp": 4}, 64) == Layout(tp=8, pp=4, dp=2)
+    assert Layout.fill({}, 3) == Layout(dp=3)
+    assert Layout.fill({"tp": 2, "dp": 2, "sequence_parallel": True}, 4).dp == 2
+
+
+def test_fill_names_the_sizes_that_do_not_divide_and_those_that_would():
+    with pytest.raises(
+        LayoutError, match=r"= 6 ranks per replica do not divide the pool's 8 .* legal tp: 1, 2, 4, 8"
+    ):
+        Layout.fill({"tp": 6}, 8)
+    with pytest.raises(LayoutError, match=r"legal pp: 1, 2, 4"):
+        Layout.fill({"tp": 2, "pp": 3}, 8)
+    with pytest.raises(LayoutError, match=r"= 4 ranks, the pool has 8; dp=4 would use them all"):
+        Layout.fill({"tp": 2, "dp": 2}, 8)
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"tpp": 2}, "did you mean tp"),
+        ({"tp": 0}, "tp must be a whole number of at least 1, got 0"),
+        ({"tp": "2"}, "got '2'"),
+        ({"tp": True}, "got True"),
+        ({"sequence_parallel": 1}, "must be true or false"),
+        ({"sequence_parallel": True}, "needs tp > 1"),
+    ],
+)
+def test_a_wrong_pin_is_refused_with_its_value(pins, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout.fill(pins, 4)
+
+
+def test_tp_that_does_not_divide_the_heads_lists_the_legal_sizes():
+    message = (
+        r"tp=6 does not divide the 40 attention heads; legal tp for 6 devices: 1, 2 \(4 leaving 2 idle\)$"
+    )
+    with pytest.raises(LayoutError, match=message):
+        Layout(tp=6).check(SHAPE_40_8)
+    with pytest.raises(LayoutError, match="neither divides the 8 KV heads nor is a multiple"):
+        Layout(tp=5).check(SHAPE_40_8)
+    with pytest.raises(LayoutError, match=r"tp=3 .*legal tp for 3 devices of a pipeline stage: 1"):
+        Layout(tp=3, pp=2).check(SHAPE_40_8)
+
+
+def test_kv_heads_may_be_split_or_copied():
+    one_kv_head = ModelShape("llama", 2, 64, 128, 4, 1, 16, 100, 64)
+    Layout(tp=4).check(one_kv_head)
+    Layout(tp=8).check(SHAPE_40_8)
+
+
+@pytest.mark.parametrize("axis", ["cp", "ep", "etp", "vpp"])
+def test_axes_that_are_not_built_yet_are_refused(axis):
+    with pytest.raises(LayoutError, match=f"{axis}=2 is not supported yet"):
+        Layout(**{axis: 2}).check(SHAPE_40_8)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(LayoutError, match=r"pp=5 .* the model has 4 layers"):
+        Layout(pp=5).check(SHAPE_40_8)
