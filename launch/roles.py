@@ -1,0 +1,162 @@
+"""The recipe's role sections: a model each, its numbers, its optimizer and how it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rolemesh.launch.fields import Section, key
+
+TrainDtype = Literal["bfloat16", "float32"]
+InferDtype = Literal["bfloat16", "float32", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutPins(Section):
+    """The layout keys that a role pins; the pool's size fills the rest."""
+
+    tp: int | None = key(None, "Tensor parallel ranks.", unit="ranks", at_least=1, shown="1")
+    pp: int | None = key(None, "Pipeline stages.", unit="ranks", at_least=1, shown="1")
+    dp: int | None = key(
+        None, "Replicas.", unit="ranks", at_least=1, shown="the pool's devices / (tp * pp * cp)"
+    )
+    cp: int | None = key(None, "Context parallel ranks.", unit="ranks", at_least=1, shown="1")
+    ep: int | None = key(None, "Expert parallel ranks.", unit="ranks", at_least=1, shown="1")
+    etp: int | None = key(None, "Tensor parallel ranks of experts.", unit="ranks", at_least=1, shown="1")
+    vpp: int | None = key(None, "Virtual stages per rank.", unit="stages", at_least=1, shown="1")
+    sequence_parallel: bool | None = key(None, "Cut activations along the sequence too.", shown="false")
+
+    @property
+    def pins(self) -> dict[str, int | bool]:
+        """Only the keys that were given: what `Layout.fill` takes."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = key(1e-6, "Learning rate.", at_least=0, verl="actor_rollout_ref.actor.optim.lr")
+    min_lr: float = key(
+        0.0, "Learning rate at the end of a decay.", at_least=0, verl="actor_rollout_ref.actor.optim.min_lr"
+    )
+    warmup_steps: int = key(
+        0,
+        "Optimizer updates of linear warm-up.",
+        unit="updates",
+        at_least=0,
+        verl="actor_rollout_ref.actor.optim.lr_warmup_steps",
+    )
+    decay: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "Shape after the warm-up, down to min_lr at the last step.",
+        verl="actor_rollout_ref.actor.optim.lr_decay_style",
+    )
+    weight_decay: float = key(
+        0.01, "Decoupled weight decay.", at_least=0, verl="actor_rollout_ref.actor.optim.weight_decay"
+    )
+    beta1: float = key(0.9, "Adam's beta1.", at_least=0, at_most=1)
+    beta2: float = key(0.999, "Adam's beta2.", at_least=0, at_most=1)
+    eps: float = key(1e-8, "Adam's epsilon.", above=0)
+    clip_grad: float = key(
+        1.0,
+        "Largest gradient norm; 0: no clipping.",
+        at_least=0,
+        verl="actor_rollout_ref.actor.optim.clip_grad",
+    )
+
+
+def _layout(verl: str = "") -> Any:
+    return key(LayoutPins, "How the model is cut.", verl=verl)
+
+
+def _micro_batch_tokens() -> Any:
+    return key(None, "Tokens per rank at once.", unit="tokens", at_least=1, shown="batch.micro_batch_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor(Section):
+    """The model that is trained."""
+
+    path: str = key(doc="Hugging Face folder.", path=True, verl="actor_rollout_ref.model.path")
+    dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
+    optim: Optim = key(Optim, "Optimizer.", verl="actor_rollout_ref.actor.optim")
+    layout: LayoutPins = _layout("actor_rollout_ref.actor.megatron")
+    micro_batch_tokens: int | None = _micro_batch_tokens()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic(Section):
+    """The value model (ppo)."""
+
+    path: str | None = key(
+        None, "Hugging Face folder.", path=True, shown="none: required by ppo", verl="critic.model.path"
+    )
+    new_head: bool = key(
+        False, "Allow a fresh value head where the checkpoint is a causal model without one."
+    )
+    dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
+    optim: Optim = key(Optim, "Optimizer.", verl="critic.optim")
+    layout: LayoutPins = _layout("critic.megatron")
+    micro_batch_tokens: int | None = _micro_batch_tokens()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ref(Section):
+    """The frozen reference policy, present when algorithm.kl.in is not none."""
+
+    path: str | None = key(None, "Hugging Face folder.", path=True, shown="actor.path")
+    dtype: InferDtype = key("bfloat16", "Type of weights and activations.")
+    layout: LayoutPins = _layout("actor_rollout_ref.ref.megatron")
+    micro_batch_tokens: int | None = _micro_batch_tokens()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(Section):
+    """Where rewards come from: a model with a scalar head, or a Python function."""
+
+    path: str = key(
+        doc="Hugging Face folder of a sequence-classification model, or file.py:function.",
+        path=True,
+        verl="reward_model.model.path, custom_reward_function.path",
+    )
+    kind: Literal["model", "function"] | None = key(
+        None,
+        "What path is.",
+        shown="function where path reads file.py:name, else model",
+        later={"remote": "run the reward model as a role (kind: model) or call a service from a function"},
+    )
+    dtype: InferDtype = key("bfloat16", "Type of weights and activations (model).")
+    layout: LayoutPins = _layout("reward_model.megatron")
+    micro_batch_tokens: int | None = _micro_batch_tokens()
+    limit_s: float = key(30.0, "Longest time one call may take (function).", unit="s", above=0)
+    workers: int = key(2, "Processes that call it (function).", unit="processes", at_least=1)
+    special_tokens: Literal["keep", "strip"] = key(
+        "strip", "Whether the text handed over holds special tokens (function)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Section):
+    """Generation. The built-in engine holds a whole copy of the actor in each process."""
+
+    engine: Literal["hf"] = key(
+        "hf",
+        "hf: transformers' generate, fed from the actor's weights.",
+        later={"vllm": "use engine: hf"},
+        verl="actor_rollout_ref.rollout.name",
+    )
+    layout: LayoutPins = _layout()
+    temperature: float = key(
+        1.0,
+        "Sampling temperature; log-probs use the same.",
+        above=0,
+        verl="actor_rollout_ref.rollout.temperature",
+    )
+    top_p: float = key(1.0, "Nucleus; 1: off.", above=0, at_most=1, verl="actor_rollout_ref.rollout.top_p")
+    top_k: int = key(
+        0, "Sample among so many tokens; 0: off.", at_least=0, verl="actor_rollout_ref.rollout.top_k"
+    )
+    max_params: int = key(
+        2_000_000_000, "Largest model that the hf engine accepts.", unit="parameters", at_least=1
+    )

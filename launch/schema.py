@@ -1,0 +1,382 @@
+"""The recipe: one frozen dataclass per section; with `roles.py`, the only place where keys are declared.
+
+Each field carries its type (a `Literal` lists the choices), its default and, in the metadata made by
+`key`, what it means, its unit, its bounds and what verl calls it. `config.py` builds these values from
+YAML, `describe.py` prints them; both read only what stands here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+from rolemesh.launch.fields import RecipeError, Section, key
+from rolemesh.launch.roles import Actor, Critic, Ref, Reward, Rollout
+
+MODEL_ROLES = ("actor", "rollout", "critic", "ref", "reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Section):
+    """How long, from where, into which folder."""
+
+    dir: str = key(
+        "",
+        "Run folder: recipe, metrics, timeline, exported models.",
+        path=True,
+        shown="runs/<name of the recipe> in the working directory",
+        verl="trainer.default_local_dir",
+    )
+    steps: int | None = key(
+        None,
+        "Training steps.",
+        unit="steps",
+        at_least=0,
+        shown="from run.epochs",
+        verl="trainer.total_training_steps",
+    )
+    epochs: int = key(
+        1, "Passes over the training prompts.", unit="epochs", at_least=1, verl="trainer.total_epochs"
+    )
+    seed: int = key(1, "Seed of shuffling, sampling and new heads.", at_least=0, verl="data.seed")
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Device of the workers; auto takes cuda where torch sees a GPU.", verl="trainer.device"
+    )
+    validate_every: int = key(
+        0,
+        "Validate each so many steps; 0: only before the first and after the last.",
+        unit="steps",
+        at_least=0,
+        verl="trainer.test_freq",
+    )
+    save_every: int = key(
+        0,
+        "Export the actor in Hugging Face form each so many steps; 0: only at the end.",
+        unit="steps",
+        at_least=0,
+        verl="trainer.save_freq",
+    )
+    address: str | None = key(
+        None,
+        "Address of a running Ray cluster (`auto` or ip:port).",
+        shown="start an own local one, stop it at the end",
+        verl="ray_kwargs.ray_init.address",
+    )
+    timeout_s: float = key(1800.0, "Longest time one operation may take.", unit="s", above=0)
+    temp_dir: str | None = key(
+        None,
+        "Folder for Ray's session files.",
+        path=True,
+        shown="the system's temporary folder",
+        verl="ray_kwargs.ray_init._temp_dir",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Section):
+    """The machines the run expects; compared with the live ones before anything starts."""
+
+    nodes: int = key(1, "Nodes.", unit="nodes", at_least=1, verl="trainer.nnodes")
+    device: str | None = key(None, "Device type of the nodes, such as h100-80 or cpu.", shown="any")
+    per_node: int | None = key(
+        None,
+        "Devices per node; on CPU the worker slots, as many as you like.",
+        unit="devices",
+        at_least=1,
+        shown="what the pools and layouts ask for on CPU, the GPUs present otherwise",
+        verl="trainer.n_gpus_per_node",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """Prompts, as JSONL or parquet files."""
+
+    train_files: tuple[str, ...] = key(
+        doc="Files with training prompts (.jsonl, .parquet).", path=True, verl="data.train_files"
+    )
+    val_files: tuple[str, ...] = key((), "Files with held-out prompts.", path=True, verl="data.val_files")
+    prompt_key: str = key(
+        "prompt", "Column with the prompt: text, or a list of chat messages.", verl="data.prompt_key"
+    )
+    max_prompt_tokens: int = key(
+        512, "Longest prompt.", unit="tokens", at_least=1, verl="data.max_prompt_length"
+    )
+    overlong: Literal["filter", "truncate", "error"] = key(
+        "error",
+        "What to do with a longer prompt: leave it out, keep its last tokens, or stop.",
+        verl="data.truncation, data.filter_overlong_prompts",
+    )
+    shuffle: bool = key(True, "Shuffle the training prompts each epoch.", verl="data.shuffle")
+    val_prompts: int | None = key(
+        None,
+        "Use only the first so many held-out prompts.",
+        unit="prompts",
+        at_least=1,
+        shown="all",
+        verl="data.val_max_samples",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KL(Section):
+    """The distance to the reference policy: where it acts and how it is estimated."""
+
+    in_: Literal["reward", "loss", "none"] = key(
+        "none",
+        "Subtract it from the reward, add it to the loss, or leave it out (no reference then).",
+        verl="algorithm.use_kl_in_reward, actor_rollout_ref.actor.use_kl_loss",
+    )
+    kind: Literal["k1", "abs", "k2", "k3"] = key(
+        "k1",
+        "Estimator: k1 log ratio, abs its size, k2 half its square, k3 the low-variance one.",
+        verl="algorithm.kl_penalty, actor_rollout_ref.actor.kl_loss_type",
+    )
+    coef: float = key(
+        0.001, "Weight.", at_least=0, verl="algorithm.kl_ctrl.kl_coef, actor_rollout_ref.actor.kl_loss_coef"
+    )
+    target: float | None = key(
+        None,
+        "KL that an adaptive weight steers to (with horizon; in: reward).",
+        unit="nats per token",
+        above=0,
+        shown="fixed weight",
+        verl="algorithm.kl_ctrl.target_kl",
+    )
+    horizon: float | None = key(
+        None,
+        "Speed of the adaptive weight (with target).",
+        unit="samples",
+        above=0,
+        shown="fixed weight",
+        verl="algorithm.kl_ctrl.horizon",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.target is None) != (self.horizon is None):
+            raise RecipeError("target and horizon make the weight adaptive together: give both or none")
+        if self.target is not None and self.in_ != "reward":
+            raise RecipeError(f"target and horizon need in: reward, but in is {self.in_}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Section):
+    """The estimator and the losses."""
+
+    name: Literal["ppo", "grpo"] = key(
+        "ppo",
+        "ppo: GAE with a critic; grpo: rewards compared within a prompt's group.",
+        verl="algorithm.adv_estimator",
+    )
+    gamma: float = key(1.0, "Discount per token (ppo).", at_least=0, at_most=1, verl="algorithm.gamma")
+    lam: float = key(1.0, "GAE's lambda (ppo).", at_least=0, at_most=1, verl="algorithm.lam")
+    kl: KL = key(KL, "Distance to the reference policy.")
+    clip_low: float = key(
+        0.2,
+        "The ratio is clipped below 1 - clip_low.",
+        at_least=0,
+        at_most=1,
+        verl="actor_rollout_ref.actor.clip_ratio_low",
+    )
+    clip_high: float = key(
+        0.2,
+        "The ratio is clipped above 1 + clip_high.",
+        at_least=0,
+        verl="actor_rollout_ref.actor.clip_ratio_high",
+    )
+    dual_clip: float | None = key(
+        3.0,
+        "Bound of the loss where the advantage is negative; null: none.",
+        above=1,
+        verl="actor_rollout_ref.actor.clip_ratio_c",
+    )
+    value_clip: float | None = key(
+        0.5,
+        "Values move at most so far from the old ones (ppo); null: freely.",
+        above=0,
+        verl="critic.cliprange_value",
+    )
+    entropy_coef: float = key(
+        0.0, "Weight of the entropy bonus.", at_least=0, verl="actor_rollout_ref.actor.entropy_coeff"
+    )
+    loss_agg: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = key(
+        "token-mean",
+        "How token losses become one number, over the whole mini-batch.",
+        verl="actor_rollout_ref.actor.loss_agg_mode",
+    )
+    norm_adv_by_std: bool = key(
+        True,
+        "Divide a group's advantages by its standard deviation (grpo).",
+        verl="algorithm.norm_adv_by_std_in_grpo",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Section):
+    """How many prompts, samples and updates make one step."""
+
+    prompts: int = key(256, "Prompts per step.", unit="prompts", at_least=1, verl="data.train_batch_size")
+    samples_per_prompt: int = key(
+        1, "Responses per prompt.", unit="samples", at_least=1, verl="actor_rollout_ref.rollout.n"
+    )
+    mini_batch_samples: int | None = key(
+        None,
+        "Samples per optimizer update, over all ranks.",
+        unit="samples",
+        at_least=1,
+        shown="the whole batch: one update per epoch",
+        verl="actor_rollout_ref.actor.ppo_mini_batch_size (in prompts)",
+    )
+    epochs: int = key(
+        1, "Passes over each batch.", unit="epochs", at_least=1, verl="actor_rollout_ref.actor.ppo_epochs"
+    )
+    micro_batch_tokens: int = key(
+        16384,
+        "Tokens one rank puts through a model at once; a longer sample goes alone.",
+        unit="tokens",
+        at_least=1,
+        verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    )
+    critic_warmup: int = key(
+        0,
+        "First steps in which only the critic learns (ppo).",
+        unit="steps",
+        at_least=0,
+        verl="trainer.critic_warmup",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mini_batch_samples is not None and self.mini_batch_samples > self.samples:
+            raise RecipeError(
+                f"mini_batch_samples is {self.mini_batch_samples}, but a step has {self.samples} samples "
+                f"({self.prompts} prompts x {self.samples_per_prompt}): at most {self.samples}"
+            )
+
+    @property
+    def samples(self) -> int:
+        """Samples of one step."""
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples of one optimizer update (the last of an epoch may have fewer)."""
+        return self.mini_batch_samples or self.samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expect(Section):
+    """Response lengths to expect, for the arithmetic that `check` prints."""
+
+    kind: Literal["lognormal"] = key("lognormal", "Distribution.")
+    mean: float = key(doc="Mean.", unit="tokens", above=0)
+    p95: float = key(doc="95th percentile.", unit="tokens", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths(Section):
+    """Response lengths."""
+
+    max_response_tokens: int = key(
+        512, "Longest response.", unit="tokens", at_least=1, verl="data.max_response_length"
+    )
+    expect: Expect | None = key(None, "Lengths to expect.", shown="all as long as allowed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where(Section):
+    """Which nodes a pool may use."""
+
+    device: str | None = key(None, "Device type, such as h100-80.", shown="any")
+    labels: dict[str, str] = key({}, "Ray node labels that must match.")
+    resources_per_worker: dict[str, float] = key({}, "Custom Ray resources that each worker takes.")
+    node_ip: str | None = key(None, "Address of the node.", shown="any")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool(Section):
+    """A set of devices and the roles that share it; sized by share, by devices, or by nodes x per_node."""
+
+    roles: tuple[str, ...] = key(doc="Roles on this pool: actor, rollout, critic, ref, reward.")
+    share: Fraction | None = key(None, "Part of the cluster, such as 1/2.", above=0, at_most=1, shown="none")
+    devices: int | None = key(None, "Devices, wherever they are.", unit="devices", at_least=1, shown="none")
+    nodes: int | None = key(None, "Nodes.", unit="nodes", at_least=1, shown="none")
+    per_node: int | None = key(None, "Devices on each node.", unit="devices", at_least=1, shown="none")
+    where: Where = key(Where, "Which nodes.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = [role for role in self.roles if role not in MODEL_ROLES]
+        if unknown or not self.roles:
+            raise RecipeError(f"roles is {list(self.roles)}: name one or more of {', '.join(MODEL_ROLES)}")
+        if (self.nodes is None) != (self.per_node is None):
+            raise RecipeError("nodes and per_node go together: give both or none")
+        sizes = [n for n in ("share", "devices", "nodes") if getattr(self, n) is not None]
+        if len(sizes) != 1:
+            got = " and ".join(sizes) or "none"
+            raise RecipeError(f"give the size once, as share, devices, or nodes and per_node (got {got})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement(Section):
+    """Which roles share which devices: a strategy by name, or explicit pools."""
+
+    strategy: Literal["colocate", "split"] | None = key(
+        None,
+        "colocate: every role on all devices; split: actor side on one half, critic side on the other.",
+        shown="colocate, where no pools are given",
+        later={
+            "standalone": "write one pool per role under placement.pools",
+            "auto": "use split or colocate",
+        },
+    )
+    pools: dict[str, Pool] = key(
+        {}, "Pools by name.", verl="resource_pool_spec and mapping of ResourcePoolManager"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Section):
+    """When operations run."""
+
+    overlap: bool = key(True, "Run operations of different pools at the same time.")
+    staleness: Literal[0] = key(
+        0, "Steps a sample may be older than the weights.", unit="steps", later={1: "use 0"}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Section):
+    """A whole recipe. `config.load_recipe` fills what depends on other keys and checks across sections."""
+
+    run: Run = key(Run, "Length, folder, seed, device.")
+    cluster: Cluster = key(Cluster, "Machines.")
+    data: Data = key(doc="Prompts.")
+    algorithm: Algorithm = key(Algorithm, "Estimator and losses.")
+    batch: Batch = key(Batch, "Batch arithmetic.")
+    lengths: Lengths = key(Lengths, "Response lengths.")
+    actor: Actor = key(doc="Trained model.")
+    rollout: Rollout = key(Rollout, "Generation.")
+    critic: Critic = key(Critic, "Value model.")
+    ref: Ref = key(Ref, "Reference policy.")
+    reward: Reward = key(doc="Rewards.")
+    placement: Placement = key(Placement, "Pools.")
+    schedule: Schedule = key(Schedule, "Order and overlap.")
+    source: str = field(default="", compare=False)  # where it was read from
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # dotted keys that were written
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm.name == "ppo"
+
+    @property
+    def has_ref(self) -> bool:
+        return self.algorithm.kl.in_ != "none"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that hold a model in this run, and so need a pool."""
+        present = {"critic": self.has_critic, "ref": self.has_ref, "reward": self.reward.kind == "model"}
+        return tuple(role for role in MODEL_ROLES if present.get(role, True))
