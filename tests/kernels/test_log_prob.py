@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import torch
+from gloo import run_ranks
+from golden import golden_cases, match, run_case
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rolemesh.kernels import log_prob_and_entropy
+
+
+def truth(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    log_p = (logits.double() / temperature).log_softmax(-1)
+    return log_p.gather(-1, labels[:, None])[:, 0], torch.special.entr(log_p.exp()).sum(-1)
+
+
+def case(n: int, v: int, seed: int = 0, scale: float = 3.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, v, generator=generator) * scale
+    return logits, torch.randint(v, (n,), generator=generator)
+
+
+@pytest.mark.parametrize("golden", golden_cases("logprobs_from_logits"))
+def test_log_probs_equal_the_golden_cases(golden: dict):
+    def call(logits: Tensor, labels: Tensor, need_grad: bool) -> dict[str, Tensor]:
+        leaf = logits.requires_grad_(need_grad)
+        rows, ids = leaf.reshape(-1, leaf.shape[-1]), labels.reshape(-1)
+        log_prob, _ = log_prob_and_entropy(rows, ids, entropy=False)
+        outputs = {"logprobs": log_prob.view(labels.shape)}
+        if need_grad:
+            outputs["grad"] = torch.autograd.grad(log_prob.sum(), leaf)[0]
+        return outputs
+
+    run_case("logprobs_from_logits", golden, call)
+
+
+@pytest.mark.parametrize(("n", "v"), [(1, 1), (5, 7), (3, 1000), (40, 32001), (2, 151936), (0, 11)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_equal_a_float64_log_softmax(n: int, v: int, temperature: float):
+    logits, labels = case(n, v)
+    for output, expected in zip(
+        log_prob_and_entropy(logits, labels, temperature=temperature),
+        truth(logits, labels, temperature),
+        strict=True,
+    ):
+        assert output.dtype == torch.float32
+        match(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [9, 7])
+def test_gradients_of_both_outputs_pass_gradcheck(vocab_size: int):
+    logits, labels = case(4, 9, scale=1.0)
+    labels = labels % vocab_size
+    logits = logits.double().requires_grad_()
+
+    def call(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return log_prob_and_entropy(logits, labels, temperature=1.3, vocab_size=vocab_size)
+
+    assert torch.autograd.gradcheck(call, (logits,))
+    assert torch.autograd.gradcheck(lambda x: call(x)[0], (logits,))
+    assert torch.autograd.gradcheck(lambda x: call(x)[1], (logits,))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("n", [1, 4097])
+def test_a_large_offset_never_gives_a_positive_log_prob(dtype: torch.dtype, tolerance: float, n: int):
+    hidden, weight = case(n, 64)[0].to(dtype), case(1000, 64, seed=1, scale=0.1)[0].to(dtype)
+    logits, labels = hidden @ weight.T + 200, case(n, 1000)[1]
+    log_prob, entropy = log_prob_and_entropy(logits, labels)
+    assert (log_prob <= 0).all()
+    assert (entropy >= 0).all()
+    assert (entropy <= math.log(1000) + 1e-6).all()
+    for output, expected in zip((log_prob, entropy), truth(logits, labels), strict=True):
+        match(output, expected, rtol=0, atol=tolerance)
+
+
+def test_forbidden_tokens_leave_entropy_and_gradient_finite():
+    logits = torch.tensor([[0.0, -math.inf, 0.0], [1.0, -math.inf, -math.inf]], requires_grad=True)
+    log_prob, entropy = log_prob_and_entropy(logits, torch.tensor([0, 0]))
+    match(log_prob, torch.tensor([-math.log(2), 0]), rtol=0, atol=1e-6)
+    match(entropy, torch.tensor([math.log(2), 0]), rtol=0, atol=1e-6)
+    (log_prob + entropy).sum().backward()
+    match(logits.grad, torch.tensor([[0.5, 0, -0.5], [0, 0, 0]]), rtol=0, atol=1e-6)
+
+
+def test_nan_stays_visible_in_its_row_only():
+    logits = torch.tensor([[0.0, math.nan], [0.0, 0.0]])
+    log_prob, entropy = log_prob_and_entropy(logits, torch.tensor([0, 0]))
+    assert log_prob.isnan().tolist() == entropy.isnan().tolist() == [True, False]
+
+
+def test_a_padded_column_takes_no_probability():
+    logits = torch.tensor([[-1.0, -2.0, -3.0, 0.0]], requires_grad=True)
+    log_prob, _ = log_prob_and_entropy(logits, torch.tensor([0]), vocab_size=3)
+    assert log_prob.item() == pytest.approx(-0.40761, abs=1e-5)
+    log_prob.sum().backward()
+    assert logits.grad[0, 3] == 0
+
+
+def test_rows_of_any_strides_give_the_same():
+    logits, labels = case(6, 33)
+    for other in (logits.T.contiguous().T, torch.stack([logits, logits], -1)[..., 1]):
+        assert not other.is_contiguous()
+        for output, expected in zip(
+            log_prob_and_entropy(other, labels), log_prob_and_entropy(logits, labels), strict=True
+        ):
+            match(output, expected, rtol=0, atol=1e-6)
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Elements of the largest tensor that any operation inside made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        storages = {
+            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in storages:
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient():
+    logits, labels = case(512, 8000)
+    with LargestAllocation() as forward:
+        log_prob_and_entropy(logits, labels)
+    assert 0 < forward.elements < 0.07 * logits.numel()
+    log_prob, entropy = log_prob_and_entropy(logits.requires_grad_(), labels)
+    with LargestAllocation() as backward:
+        torch.autograd.grad((log_prob + entropy).sum(), logits)
+    assert backward.elements == logits.numel()
+
+
+@pytest.mark.parametrize("label", [-1, 7, 8, -100])
+def test_a_label_outside_of_the_vocabulary_is_an_error(label: int):
+    with pytest.raises(ValueError, match=rf"{label}.*outside of the vocabulary \[0, 7\)"):
+        log_prob_and_entropy(torch.zeros(2, 8), torch.tensor([label, label]), vocab_size=7)
+
+
+def test_arguments_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match=r"\[2, 3, 8\]"):
+        log_prob_and_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="temperature is 0"):
+        log_prob_and_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), temperature=0)
+    with pytest.raises(ValueError, match="vocab_size is 9"):
+        log_prob_and_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), vocab_size=9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world", "width", "vocab_size"),
+    [(2, 500, 1000), (3, 7, 21), (2, 12, 20), (4, 2, 5)],
+    ids=["two ranks", "three ranks", "padding in the last shard", "a shard of padding only"],
+)
+def test_vocabulary_shards_equal_the_whole(world: int, width: int, vocab_size: int):
+    logits, labels = case(50, world * width)
+    logits[:, vocab_size:] = 0
+    logits[7, : min(width, vocab_size)] = -math.inf  # one rank may hold nothing possible of a row
+    labels = labels % vocab_size
+    labels[7] = width
+
+    def compute(shard: Tensor, group: object) -> list[Tensor]:
+        shard = shard.clone().requires_grad_()
+        log_prob, entropy = log_prob_and_entropy(
+            shard, labels, temperature=0.8, group=group, vocab_size=vocab_size
+        )
+        grad = torch.autograd.grad((log_prob * 2 + entropy).sum(), shard)[0]
+        return [log_prob.detach(), entropy.detach(), grad]
+
+    def on_rank(rank: int, world: int) -> list[Tensor]:
+        return compute(logits[:, rank * width : (rank + 1) * width], torch.distributed.group.WORLD)
+
+    results = run_ranks(on_rank, world)
+    whole = compute(logits, None)
+    for log_prob, entropy, _ in results:
+        match(log_prob, whole[0], rtol=1e-5, atol=1e-6)
+        match(entropy, whole[1], rtol=1e-5, atol=1e-6)
+        assert torch.equal(log_prob, results[0][0])
+    match(torch.cat([grad for _, _, grad in results], dim=1), whole[2], rtol=1e-5, atol=1e-6)
+    for output, expected in zip(whole, truth(logits[:, :vocab_size], labels, 0.8), strict=False):
+        match(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+def test_a_zero_row_call_takes_part():
+    def on_rank(rank: int, world: int) -> Tensor:
+        return log_prob_and_entropy(
+            torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), group=torch.distributed.group.WORLD
+        )[0]
+
+    assert [len(output) for output in run_ranks(on_rank, 2)] == [0, 0]
