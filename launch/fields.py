@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from types import UnionType
+from typing import Any, ClassVar
 
 
 class RecipeError(ValueError):
@@ -29,7 +31,8 @@ def key(
     """A recipe field. Without `default` the key is required.
 
     Args:
-        verl: the dotted name of the same option in verl, where there is one.
+        verl: the dotted name of the same option in verl, where there is one; with a leading dot, below
+            the verl name of the section that holds it.
         at_least, above, at_most: bounds of a number.
         path: a file or folder; made absolute when the recipe is loaded.
         shown: how the default is described where it isn't a constant.
@@ -45,7 +48,14 @@ def key(
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of every section: checks the bounds that `key` declared."""
+    """Base of every section: checks the bounds that `key` declared.
+
+    `scalar` names the key that a bare value stands for (`actor: X` is `{path: X}`). `later_keys` are
+    keys of the format that this version refuses, with what holds instead.
+    """
+
+    scalar: ClassVar[str] = ""
+    later_keys: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -63,3 +73,55 @@ def _check_bounds(name: str, value: float | Fraction, metadata: Mapping[str, Any
     for words, (bound, holds) in tests.items():
         if bound is not None and not holds(bound):
             raise RecipeError(f"{name} is {value}, but must be {words} {bound}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One declared key: `path` is dotted, with `NAME` where the user chooses a name."""
+
+    path: str
+    type: Any
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
+def members(section: type[Section]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Key name to (field, type) of one section; a trailing underscore keeps Python's words free (`in_`)."""
+    hints = typing.get_type_hints(section)
+    return {
+        f.name.rstrip("_"): (f, hints[f.name]) for f in dataclasses.fields(section) if "doc" in f.metadata
+    }
+
+
+def without_none(hint: Any) -> Any:
+    """`X` of `X | None`."""
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def section_of(hint: Any) -> type[Section] | None:
+    """The section that a field of this type holds, directly, optionally or by name in a mapping."""
+    hint = without_none(hint)
+    if typing.get_origin(hint) is dict:
+        hint = typing.get_args(hint)[1]
+    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
+
+
+def declared(section: type[Section], prefix: str = "", verl: str = "") -> Iterator[Key]:
+    """Every key below `section`, in order, the sections themselves before their keys.
+
+    `verl` is put before verl names that start with a dot: sections used by several roles.
+    """
+    for name, (f, hint) in members(section).items():
+        ours = f.metadata["verl"]
+        theirs = (verl and verl + ours) if ours.startswith(".") else ours
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        yield Key(prefix + name, hint, default, {**f.metadata, "verl": theirs})
+        if inner := section_of(hint):
+            by_name = "NAME." if typing.get_origin(hint) is dict else ""
+            yield from declared(inner, f"{prefix}{name}.{by_name}", theirs)

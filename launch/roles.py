@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rolemesh.launch.fields import Section, key
 
@@ -15,16 +16,50 @@ InferDtype = Literal["bfloat16", "float32", "float16"]
 class LayoutPins(Section):
     """The layout keys that a role pins; the pool's size fills the rest."""
 
-    tp: int | None = key(None, "Tensor parallel ranks.", unit="ranks", at_least=1, shown="1")
-    pp: int | None = key(None, "Pipeline stages.", unit="ranks", at_least=1, shown="1")
+    tp: int | None = key(
+        None,
+        "Tensor parallel ranks.",
+        unit="ranks",
+        at_least=1,
+        verl=".tensor_model_parallel_size",
+        shown="1",
+    )
+    pp: int | None = key(
+        None, "Pipeline stages.", unit="ranks", at_least=1, verl=".pipeline_model_parallel_size", shown="1"
+    )
     dp: int | None = key(
         None, "Replicas.", unit="ranks", at_least=1, shown="the pool's devices / (tp * pp * cp)"
     )
-    cp: int | None = key(None, "Context parallel ranks.", unit="ranks", at_least=1, shown="1")
-    ep: int | None = key(None, "Expert parallel ranks.", unit="ranks", at_least=1, shown="1")
-    etp: int | None = key(None, "Tensor parallel ranks of experts.", unit="ranks", at_least=1, shown="1")
-    vpp: int | None = key(None, "Virtual stages per rank.", unit="stages", at_least=1, shown="1")
-    sequence_parallel: bool | None = key(None, "Cut activations along the sequence too.", shown="false")
+    cp: int | None = key(
+        None, "Context parallel ranks.", unit="ranks", at_least=1, verl=".context_parallel_size", shown="1"
+    )
+    ep: int | None = key(
+        None,
+        "Expert parallel ranks.",
+        unit="ranks",
+        at_least=1,
+        verl=".expert_model_parallel_size",
+        shown="1",
+    )
+    etp: int | None = key(
+        None,
+        "Tensor parallel ranks of experts.",
+        unit="ranks",
+        at_least=1,
+        verl=".expert_tensor_parallel_size",
+        shown="1",
+    )
+    vpp: int | None = key(
+        None,
+        "Virtual stages per rank.",
+        unit="stages",
+        at_least=1,
+        verl=".virtual_pipeline_model_parallel_size",
+        shown="1",
+    )
+    sequence_parallel: bool | None = key(
+        None, "Cut activations along the sequence too.", verl=".sequence_parallel", shown="false"
+    )
 
     @property
     def pins(self) -> dict[str, int | bool]:
@@ -36,25 +71,21 @@ class LayoutPins(Section):
 class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: float = key(1e-6, "Learning rate.", at_least=0, verl="actor_rollout_ref.actor.optim.lr")
-    min_lr: float = key(
-        0.0, "Learning rate at the end of a decay.", at_least=0, verl="actor_rollout_ref.actor.optim.min_lr"
-    )
+    lr: float = key(1e-6, "Learning rate.", at_least=0, verl=".lr")
+    min_lr: float = key(0.0, "Learning rate at the end of a decay.", at_least=0, verl=".min_lr")
     warmup_steps: int = key(
         0,
         "Optimizer updates of linear warm-up.",
         unit="updates",
         at_least=0,
-        verl="actor_rollout_ref.actor.optim.lr_warmup_steps",
+        verl=".lr_warmup_steps",
     )
     decay: Literal["constant", "linear", "cosine"] = key(
         "constant",
         "Shape after the warm-up, down to min_lr at the last step.",
-        verl="actor_rollout_ref.actor.optim.lr_decay_style",
+        verl=".lr_decay_style",
     )
-    weight_decay: float = key(
-        0.01, "Decoupled weight decay.", at_least=0, verl="actor_rollout_ref.actor.optim.weight_decay"
-    )
+    weight_decay: float = key(0.01, "Decoupled weight decay.", at_least=0, verl=".weight_decay")
     beta1: float = key(0.9, "Adam's beta1.", at_least=0, at_most=1)
     beta2: float = key(0.999, "Adam's beta2.", at_least=0, at_most=1)
     eps: float = key(1e-8, "Adam's epsilon.", above=0)
@@ -62,7 +93,7 @@ class Optim(Section):
         1.0,
         "Largest gradient norm; 0: no clipping.",
         at_least=0,
-        verl="actor_rollout_ref.actor.optim.clip_grad",
+        verl=".clip_grad",
     )
 
 
@@ -78,6 +109,8 @@ def _micro_batch_tokens() -> Any:
 class Actor(Section):
     """The model that is trained."""
 
+    scalar: ClassVar[str] = "path"
+
     path: str = key(doc="Hugging Face folder.", path=True, verl="actor_rollout_ref.model.path")
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
     optim: Optim = key(Optim, "Optimizer.", verl="actor_rollout_ref.actor.optim")
@@ -88,6 +121,8 @@ class Actor(Section):
 @dataclass(frozen=True, kw_only=True)
 class Critic(Section):
     """The value model (ppo)."""
+
+    scalar: ClassVar[str] = "path"
 
     path: str | None = key(
         None, "Hugging Face folder.", path=True, shown="none: required by ppo", verl="critic.model.path"
@@ -105,6 +140,9 @@ class Critic(Section):
 class Ref(Section):
     """The frozen reference policy, present when algorithm.kl.in is not none."""
 
+    scalar: ClassVar[str] = "path"
+    later_keys: ClassVar[Mapping[str, str]] = {"stream": "the reference scores whole batches"}
+
     path: str | None = key(None, "Hugging Face folder.", path=True, shown="actor.path")
     dtype: InferDtype = key("bfloat16", "Type of weights and activations.")
     layout: LayoutPins = _layout("actor_rollout_ref.ref.megatron")
@@ -114,6 +152,12 @@ class Ref(Section):
 @dataclass(frozen=True, kw_only=True)
 class Reward(Section):
     """Where rewards come from: a model with a scalar head, or a Python function."""
+
+    scalar: ClassVar[str] = "path"
+    later_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("protocol", "endpoints", "token_env", "text", "limits", "on_failure"),
+        "use kind: model or kind: function",
+    )
 
     path: str = key(
         doc="Hugging Face folder of a sequence-classification model, or file.py:function.",
@@ -140,13 +184,15 @@ class Reward(Section):
 class Rollout(Section):
     """Generation. The built-in engine holds a whole copy of the actor in each process."""
 
+    scalar: ClassVar[str] = "engine"
+
     engine: Literal["hf"] = key(
         "hf",
         "hf: transformers' generate, fed from the actor's weights.",
         later={"vllm": "use engine: hf"},
         verl="actor_rollout_ref.rollout.name",
     )
-    layout: LayoutPins = _layout()
+    layout: LayoutPins = _layout("actor_rollout_ref.rollout")
     temperature: float = key(
         1.0,
         "Sampling temperature; log-probs use the same.",

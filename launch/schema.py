@@ -7,9 +7,10 @@ YAML, `describe.py` prints them; both read only what stands here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rolemesh.launch.fields import RecipeError, Section, key
 from rolemesh.launch.roles import Actor, Critic, Ref, Reward, Rollout
@@ -20,6 +21,11 @@ MODEL_ROLES = ("actor", "rollout", "critic", "ref", "reward")
 @dataclass(frozen=True, kw_only=True)
 class Run(Section):
     """How long, from where, into which folder."""
+
+    later_keys: ClassVar[Mapping[str, str]] = {
+        "resume": "a run starts at its first step",
+        "keep_last": "every export is kept",
+    }
 
     dir: str = key(
         "",
@@ -93,6 +99,8 @@ class Cluster(Section):
 class Data(Section):
     """Prompts, as JSONL or parquet files."""
 
+    scalar: ClassVar[str] = "train_files"
+
     train_files: tuple[str, ...] = key(
         doc="Files with training prompts (.jsonl, .parquet).", path=True, verl="data.train_files"
     )
@@ -164,6 +172,8 @@ class KL(Section):
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Section):
     """The estimator and the losses."""
+
+    scalar: ClassVar[str] = "name"
 
     name: Literal["ppo", "grpo"] = key(
         "ppo",
@@ -299,6 +309,8 @@ class Where(Section):
 class Pool(Section):
     """A set of devices and the roles that share it; sized by share, by devices, or by nodes x per_node."""
 
+    later_keys: ClassVar[Mapping[str, str]] = {"python": "workers run the Python of the driver"}
+
     roles: tuple[str, ...] = key(doc="Roles on this pool: actor, rollout, critic, ref, reward.")
     share: Fraction | None = key(None, "Part of the cluster, such as 1/2.", above=0, at_most=1, shown="none")
     devices: int | None = key(None, "Devices, wherever they are.", unit="devices", at_least=1, shown="none")
@@ -322,6 +334,9 @@ class Pool(Section):
 @dataclass(frozen=True, kw_only=True)
 class Placement(Section):
     """Which roles share which devices: a strategy by name, or explicit pools."""
+
+    scalar: ClassVar[str] = "strategy"
+    later_keys: ClassVar[Mapping[str, str]] = {"pin": "write the pools you want under placement.pools"}
 
     strategy: Literal["colocate", "split"] | None = key(
         None,

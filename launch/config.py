@@ -1,0 +1,266 @@
+"""YAML and dotted overrides to a checked `Recipe`, and back.
+
+Two passes: trees (plain mappings: overrides merged, scalars expanded, paths absolute, interpolation
+done), then values (the dataclasses of `schema.py`). What needs several keys is checked at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rolemesh.launch.fields import Key, RecipeError, Section, declared, members, section_of, without_none
+from rolemesh.launch.rules import check_across, useless_keys
+from rolemesh.launch.schema import Recipe
+from rolemesh.launch.suggest import leaves, nearest, unknown_key
+
+Tree = dict[str, Any]
+S = TypeVar("S", bound=Section)
+FUNCTION_PATH = re.compile(r"\.py:[A-Za-z_]\w*$")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `a.b=value` overrides (values are YAML).
+
+    Relative paths in the file are relative to the file's folder; in overrides, to the working
+    directory, where a shell completes them. Raises RecipeError for a file or key that can't be used.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RecipeError(f"no recipe at {path}: give the path of a YAML file")
+    return parse_recipe(path.read_text(), path.absolute().parent, overrides, source=str(path))
+
+
+def parse_recipe(
+    text: str, folder: Path, overrides: Sequence[str] = (), source: str = "recipe.yaml"
+) -> Recipe:
+    """`load_recipe` for text that stands in `folder`."""
+    try:
+        trees = [(yaml.safe_load(text) or {}, folder)]
+        trees += [(_override(item), Path.cwd()) for item in overrides]
+        merged = OmegaConf.merge(*(OmegaConf.create(_normal(Recipe, tree, base)) for tree, base in trees))
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise RecipeError(
+            f"not readable as YAML with interpolation: {str(error).partition(chr(10) + ' ')[0]}"
+        ) from error
+    tree = _normal(Recipe, tree, folder)
+    given = frozenset(leaves(tree))
+    recipe = replace(_filled(_build(Recipe, tree), Path(source).stem), source=source, given=given)
+    check_across(recipe)
+    return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML with its constant defaults written out: loading it gives an equal recipe.
+
+    Left out are keys that another makes useless, and defaults that follow from other keys.
+    """
+    follows = {k.path for k in declared(Recipe) if k.metadata["shown"] and k.path != "run.dir"}
+    skip = {path for path in follows if not any(covers(path, key) for key in recipe.given)}
+    skip |= set(useless_keys(recipe))
+    return yaml.safe_dump(_dump(recipe, "", skip), sort_keys=False, width=100)
+
+
+def list_defaults(recipe: Recipe) -> list[str]:
+    """A line `default: section: key = value, ...` for what was left to its default and counts in this run."""
+    idle = useless_keys(recipe)
+    sections: dict[str, list[str]] = {}
+    for k in declared(Recipe):
+        section, _, name = k.path.rpartition(".")
+        absent = "NAME" in k.path or (section and value_at(recipe, section) is None)
+        if section_of(k.type) or absent or any(covers(path, k.path) for path in idle):
+            continue
+        if k.path not in recipe.given:
+            value = k.metadata["shown"] or show(k.default)
+            sections.setdefault(section, []).append(f"{name} = {value}")
+    return [f"default: {section}: {', '.join(items)}" for section, items in sections.items()]
+
+
+def covers(path: str, key: str) -> bool:
+    """Whether the dotted `key` is `path` or stands below it."""
+    return key == path or key.startswith(path + ".")
+
+
+def value_at(recipe: Recipe, path: str) -> Any:
+    """The value of a dotted key; None below an optional section that is absent."""
+    value: Any = recipe
+    for name in path.split("."):
+        if value is None:
+            return None
+        value = getattr(value, name, None) if hasattr(value, name) else getattr(value, name + "_")
+    return value
+
+
+def show(value: Any) -> str:
+    """A value as it is written in a recipe."""
+    return yaml.safe_dump(_plain(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _override(item: str) -> Tree:
+    name, equals, text = item.partition("=")
+    if not equals:
+        raise RecipeError(f"override {item!r} has no '=': write key=value, such as actor.layout.tp=2")
+    value = yaml.safe_load(text)
+    for part in reversed(name.strip().split(".")):
+        value = {part: value}
+    return value
+
+
+def _normal(section: type[Section], tree: Any, base: Path) -> Any:
+    """Bare values expanded to mappings and paths made absolute; what waits for interpolation stays."""
+    if isinstance(tree, str) and "${" in tree:
+        return tree
+    if not isinstance(tree, Mapping):
+        if tree is None or not section.scalar:
+            return tree
+        tree = {section.scalar: tree}
+    known = members(section)
+    out: Tree = {}
+    for name, value in tree.items():
+        f, hint = known.get(name, (None, None))
+        inner = section_of(hint)
+        if inner and typing.get_origin(hint) is dict and isinstance(value, Mapping):
+            value = {key: _normal(inner, item, base) for key, item in value.items()}
+        elif inner:
+            value = _normal(inner, value, base)
+        elif f is not None and f.metadata["path"]:
+            value = [_absolute(v, base) for v in value] if isinstance(value, list) else _absolute(value, base)
+        out[name] = value
+    return out
+
+
+def _absolute(value: Any, base: Path) -> Any:
+    if not isinstance(value, str) or not value or "${" in value:
+        return value
+    return os.path.normpath(base / Path(value).expanduser())
+
+
+def _filled(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with the defaults that follow from other keys; `name` names the run folder."""
+    kind = "function" if FUNCTION_PATH.search(recipe.reward.path) else "model"
+    strategy = (
+        recipe.placement.strategy if recipe.placement.pools else recipe.placement.strategy or "colocate"
+    )
+    tokens = {
+        role: {
+            "micro_batch_tokens": getattr(recipe, role).micro_batch_tokens or recipe.batch.micro_batch_tokens
+        }
+        for role in ("actor", "critic", "ref", "reward")
+    }
+    return replace(
+        recipe,
+        run=replace(recipe.run, dir=recipe.run.dir or os.path.abspath(Path("runs") / name)),
+        actor=replace(recipe.actor, **tokens["actor"]),
+        critic=replace(recipe.critic, **tokens["critic"]),
+        ref=replace(recipe.ref, path=recipe.ref.path or recipe.actor.path, **tokens["ref"]),
+        reward=replace(recipe.reward, kind=recipe.reward.kind or kind, **tokens["reward"]),
+        placement=replace(recipe.placement, strategy=strategy),
+    )
+
+
+def _build(section: type[S], tree: Any, prefix: str = "") -> S:
+    if not isinstance(tree, Mapping):
+        raise RecipeError(f"{prefix.rstrip('.') or 'the recipe'} is {tree!r}, but must be a mapping of keys")
+    known = members(section)
+    values = {}
+    for name, value in tree.items():
+        if name in section.later_keys:
+            raise RecipeError(f"{prefix}{name} is not in this version: {section.later_keys[name]}")
+        if name not in known:
+            raise RecipeError(unknown_key(f"{prefix}{name}", value, list(known)))
+        f, hint = known[name]
+        if value is not None or without_none(hint) is not hint:
+            values[f.name] = _value(hint, value, prefix + name, f.metadata["later"])
+    for name, (f, hint) in known.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in values:
+            inner = section_of(hint)
+            what = f"{name}.{inner.scalar}" if inner and inner.scalar else name
+            raise RecipeError(f"{prefix}{what} is missing: {_doc(Recipe, prefix + what)}")
+    try:
+        return section(**values)
+    except RecipeError as error:
+        raise RecipeError(f"{prefix}{error}") from None
+
+
+def _doc(section: type[Section], path: str) -> str:
+    generic = re.sub(r"(pools\.)[^.]+", r"\1NAME", path)
+    return next(k.metadata["doc"] for k in declared(section) if k.path == generic)
+
+
+def _value(hint: Any, value: Any, path: str, later: Mapping[Any, str]) -> Any:
+    """`value` as the declared type, numbers read from text too (YAML reads 1e-6 as text)."""
+    if value is None:
+        return None
+    if value in later if isinstance(value, str | int) else False:
+        raise RecipeError(f"{path}: {value} is not in this version: {later[value]}")
+    hint = without_none(hint)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        if value not in args or isinstance(value, bool):
+            raise RecipeError(
+                f"{path} is {value!r}, but must be {' or '.join(map(str, args))}{nearest(value, args)}"
+            )
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_value(args[0], item, f"{path}[{i}]", {}) for i, item in enumerate(items))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{path} is {value!r}, but must be a mapping of names")
+        return {str(name): _value(args[1], item, f"{path}.{name}", {}) for name, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return _build(hint, value, path + ".")
+    return _scalar(hint, value, path)
+
+
+_WORDS = {int: "a whole number", float: "a number", Fraction: "a fraction such as 1/2", bool: "true or false"}
+
+
+def _scalar(hint: Any, value: Any, path: str) -> Any:
+    try:
+        if isinstance(value, Mapping | list) or (hint is bool) != isinstance(value, bool):
+            raise ValueError
+        if hint is int:
+            number = float(value)
+            if number != int(number):
+                raise ValueError
+            return int(value) if not isinstance(value, str) or value.lstrip("+-").isdigit() else int(number)
+        return Fraction(str(value)) if hint is Fraction else hint(value)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        raise RecipeError(f"{path} is {value!r}, but must be {_WORDS.get(hint, 'text')}") from None
+
+
+def _dump(section: Section, prefix: str, skip: set[str]) -> Tree:
+    out: Tree = {}
+    for name, (f, _) in members(type(section)).items():
+        value = getattr(section, f.name)
+        if prefix + name in skip:
+            continue
+        if isinstance(value, Section):
+            value = _dump(value, f"{prefix}{name}.", skip)
+        elif isinstance(value, dict) and any(isinstance(v, Section) for v in value.values()):
+            value = {k: _dump(v, f"{prefix}{name}.{k}.", skip) for k, v in value.items()}
+        if value not in ({}, None) or f.default is not None:
+            out[name] = _plain(value)
+    return {name: value for name, value in out.items() if value != {}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return str(value)
+    if isinstance(value, Key | Section):
+        return {}
+    return list(value) if isinstance(value, tuple) else value

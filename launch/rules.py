@@ -1,0 +1,96 @@
+"""What several keys of a recipe say about each other."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.schema import Recipe
+
+ROLLOUT_AXES = ("tp", "pp", "cp", "ep", "etp", "vpp", "sequence_parallel")
+
+
+def check_across(recipe: Recipe) -> None:
+    """Raise RecipeError where keys contradict each other, or one makes another useless."""
+    for path, reason in useless_keys(recipe).items():
+        for key in sorted(recipe.given):
+            if key == path or key.startswith(path + "."):
+                raise RecipeError(f"{key} would have no effect: {reason}; leave it out")
+    if recipe.has_critic and recipe.critic.path is None:
+        raise RecipeError("critic.path is missing: ppo needs a value model; give its folder, or use grpo")
+    if recipe.algorithm.name == "grpo" and recipe.batch.samples_per_prompt < 2:
+        raise RecipeError(
+            f"batch.samples_per_prompt is {recipe.batch.samples_per_prompt}, but grpo compares the samples "
+            "of a prompt: at least 2"
+        )
+    for axis in ROLLOUT_AXES:
+        if (size := getattr(recipe.rollout.layout, axis)) not in (None, False, 1):
+            raise RecipeError(
+                f"rollout.layout.{axis} is {size}, but rollout.engine hf keeps a whole copy of the model "
+                f"in each process: leave {axis} out"
+            )
+    _check_pools(recipe)
+
+
+def useless_keys(recipe: Recipe) -> dict[str, str]:
+    """Dotted keys (or sections) that count for nothing in this recipe, with the reason."""
+    idle: dict[str, str] = {}
+
+    def mark(reason: str, *paths: str) -> None:
+        idle.update(dict.fromkeys(paths, reason))
+
+    if not recipe.has_critic:
+        paths = ("critic", "algorithm.gamma", "algorithm.lam", "algorithm.value_clip", "batch.critic_warmup")
+        mark("algorithm.name is grpo, which has no critic", *paths)
+    else:
+        mark("algorithm.name is ppo, which has no groups", "algorithm.norm_adv_by_std")
+    if not recipe.has_ref:
+        paths = tuple(f"algorithm.kl.{name}" for name in ("kind", "coef", "target", "horizon"))
+        mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
+    if recipe.reward.kind == "function":
+        paths = ("reward.dtype", "reward.layout", "reward.micro_batch_tokens")
+        mark("reward.path is a function, not a model", *paths)
+    else:
+        paths = ("reward.limit_s", "reward.workers", "reward.special_tokens")
+        mark("reward.path is a model, not a function", *paths)
+    if recipe.run.steps is not None:
+        mark(f"run.steps fixes the length at {recipe.run.steps} steps", "run.epochs")
+    if recipe.run.address is not None:
+        mark("run.address joins a running Ray cluster, which has its own", "run.temp_dir")
+    if not recipe.data.val_files:
+        mark("data.val_files is empty", "data.val_prompts", "run.validate_every")
+    if recipe.placement.pools:
+        mark("placement.pools says which roles go where", "placement.strategy")
+    for role in ("actor", "critic"):
+        if getattr(recipe, role).optim.decay == "constant":
+            mark(f"{role}.optim.decay is constant", f"{role}.optim.min_lr")
+    return idle
+
+
+def _check_pools(recipe: Recipe) -> None:
+    pools = recipe.placement.pools
+    if not pools:
+        return
+    where = {role: [name for name, pool in pools.items() if role in pool.roles] for role in recipe.roles}
+    for role, names in where.items():
+        if not names:
+            raise RecipeError(f"role {role} is in no pool: add it to the roles of {' or '.join(pools)}")
+        if len(names) > 1:
+            raise RecipeError(f"role {role} is in pools {' and '.join(names)}: a role has one pool")
+    for name, pool in pools.items():
+        if extra := [role for role in pool.roles if role not in recipe.roles]:
+            raise RecipeError(
+                f"placement.pools.{name}.roles names {extra[0]}, but this recipe has no such model "
+                f"(it has {', '.join(recipe.roles)})"
+            )
+    if where["rollout"] != where["actor"]:
+        raise RecipeError(
+            f"rollout is in pool {where['rollout'][0]} and actor in {where['actor'][0]}, but rollout.engine "
+            "hf reads the actor's weights in its process: put both in one pool"
+        )
+    shares = sum((pool.share for pool in pools.values() if pool.share), Fraction(0))
+    if shares > 1:
+        raise RecipeError(
+            f"the shares of placement.pools sum to {shares}, more than the whole cluster: pools are "
+            "exclusive; roles that share devices go in one pool"
+        )
