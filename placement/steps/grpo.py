@@ -1,0 +1,27 @@
+"""GRPO: advantages from a group of samples per prompt, no critic (Shao et al., 2024, arXiv:2402.03300)."""
+
+from __future__ import annotations
+
+from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.steps import operations as ops
+from rolemesh.placement.steps.registry import register_step
+
+
+@register_step("grpo")
+def grpo(
+    *, reference: bool = False, reward: ops.RewardKind = "function", kl_in: ops.KlIn | None = "loss"
+) -> StepGraph:
+    """One GRPO step; `uid` tells which samples answer the same prompt."""
+    return StepGraph(
+        "grpo",
+        (
+            ops.GENERATE,
+            ops.OLD_LOG_PROB,
+            *ops.reference_operations(reference, kl_in),
+            ops.reward(reward),
+            ops.advantage("actor", frozenset({"uid"}), kl_in),
+            ops.update_actor(kl_in),
+            ops.SYNC_WEIGHTS,
+        ),
+        inputs=ops.INPUTS,
+    )
