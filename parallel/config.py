@@ -1,0 +1,112 @@
+"""megatron-core's configuration of one role's model, from its shape and its layout."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
+
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.model import ModelError, ModelShape, stage_layers
+
+
+class StageLayers(PipelineParallelLayerLayout):
+    """Layers of each pipeline stage as one stage sees them.
+
+    megatron-core's class does the same but asks its global state which stage this is.
+    """
+
+    def __init__(self, layers: list[int], pp_rank: int) -> None:
+        decoders = [[LayerType.decoder] * n for n in layers]
+        decoders[0].insert(0, LayerType.embedding)
+        decoders[-1].append(LayerType.loss)
+        super().__init__(decoders, len(layers))
+        self._layers, self._pp_rank = layers, pp_rank
+
+    def get_num_layers_to_build(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Decoder layers of the stage."""
+        return self._layers[self._pp_rank]
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Decoder layers of the stages before it."""
+        return sum(self._layers[: self._pp_rank])
+
+
+def transformer_config(
+    shape: ModelShape,
+    layout: Layout,
+    pp_rank: int,
+    *,
+    dtype: torch.dtype,
+    recompute: bool = False,
+    initialise: bool = False,
+) -> TransformerConfig:
+    """Configuration of the pipeline stage `pp_rank`.
+
+    There is no dropout, so that a forward pass is a function of weights and tokens alone. `recompute`
+    keeps only each layer's input for the backward pass; `initialise` fills the weights at random.
+    Gradients are summed over data parallel ranks, not averaged: losses come divided already.
+
+    Raises LayoutError for a layout that cannot cut this shape, ModelError for biases outside of the qkv
+    projection.
+    """
+    layout.check(shape)
+    if shape.out_bias or shape.mlp_bias:
+        raise ModelError(
+            f"{shape.family} with biases in its output or feed-forward projections is not supported; "
+            "only qkv biases are"
+        )
+    return TransformerConfig(
+        num_layers=shape.n_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.n_heads,
+        num_query_groups=shape.n_kv_heads,
+        kv_channels=shape.head_dim,
+        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_model_parallel_layout=(
+            StageLayers(stage_layers(shape.n_layers, layout.pp), pp_rank) if layout.pp > 1 else None
+        ),
+        sequence_parallel=layout.sequence_parallel,
+        variable_seq_lengths=True,  # micro-batches differ in length: stages tell each other the shape
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
+        batch_p2p_comm=False,
+        perform_initialization=initialise,
+        calculate_per_token_loss=True,  # gradients are summed over dp, the loss is not divided again
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        # What needs apex's or Transformer Engine's kernels:
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )

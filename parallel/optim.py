@@ -1,0 +1,121 @@
+"""The optimizer of a trained role: AdamW with fp32 state cut over data parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning rate over the steps of a run.
+
+    The rate rises linearly over `warmup_steps`, then stays (`constant`) or falls to `min_lr` at
+    `total_steps`. Vectors (norms, biases) take no weight decay. `clip_grad` bounds the global gradient
+    norm; None leaves gradients as they are.
+
+    Raises ValueError naming the value that is out of bounds.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip_grad: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"need 0 <= min_lr <= lr, got min_lr={self.min_lr}, lr={self.lr}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule is {self.schedule!r}, must be constant, linear or cosine")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}, must be at least 0")
+        if self.schedule != "constant" and (self.total_steps or 0) <= self.warmup_steps:
+            raise ValueError(
+                f"a {self.schedule} schedule needs total_steps above warmup_steps={self.warmup_steps}, "
+                f"got {self.total_steps}"
+            )
+        if self.clip_grad is not None and self.clip_grad <= 0:
+            raise ValueError(f"clip_grad is {self.clip_grad}, must be above 0 (None does not clip)")
+
+
+def lr_at(config: OptimConfig, step: int) -> float:
+    """Learning rate of update `step` (0 is the first, which already moves: it has 1 / warmup_steps of it)."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did: gradient norm before clipping, learning rate, whether it was skipped."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Optimizer:
+    """megatron-core's distributed optimizer with a learning-rate schedule; `step_count` is the next step."""
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        model: DistributedDataParallel,
+        groups: ProcessGroupCollection,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.step_count = 0
+        self.megatron: MegatronOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=0.0,  # `step` clips, because it looks at the norm first
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
+
+    @torch.no_grad()
+    def step(self) -> Update:
+        """Clip and apply the gradients in the model's buffers.
+
+        With a gradient norm that is not finite the weights and the schedule stay as they are.
+        """
+        lr = lr_at(self.config, self.step_count)
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(norm):
+            return Update(norm, lr, skipped=True)
+        if self.config.clip_grad is not None:
+            clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_grad, norm)
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        self.megatron.step_with_ready_grads()
+        self.step_count += 1
+        return Update(norm, lr, skipped=False)
