@@ -10,17 +10,18 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rolemesh.launch.fields import Key, RecipeError, Section, declared, members, section_of, without_none
+from rolemesh.launch.roles import Actor, Critic, Ref, Reward
 from rolemesh.launch.rules import check_across, useless_keys
 from rolemesh.launch.schema import Recipe
 from rolemesh.launch.suggest import leaves, nearest, unknown_key
@@ -149,23 +150,24 @@ def _absolute(value: Any, base: Path) -> Any:
 
 def _filled(recipe: Recipe, name: str) -> Recipe:
     """The recipe with the defaults that follow from other keys; `name` names the run folder."""
-    kind = "function" if FUNCTION_PATH.search(recipe.reward.path) else "model"
-    strategy = (
-        recipe.placement.strategy if recipe.placement.pools else recipe.placement.strategy or "colocate"
-    )
-    tokens = {
-        role: {
-            "micro_batch_tokens": getattr(recipe, role).micro_batch_tokens or recipe.batch.micro_batch_tokens
-        }
-        for role in ("actor", "critic", "ref", "reward")
-    }
+    is_function = FUNCTION_PATH.search(recipe.reward.path) is not None
+    kind: Literal["model", "function"] = recipe.reward.kind or ("function" if is_function else "model")
+    strategy = recipe.placement.strategy
+    if not recipe.placement.pools:
+        strategy = strategy or "colocate"
+
+    def tokens(role: Actor | Critic | Ref | Reward) -> int:
+        return role.micro_batch_tokens or recipe.batch.micro_batch_tokens
+
     return replace(
         recipe,
         run=replace(recipe.run, dir=recipe.run.dir or os.path.abspath(Path("runs") / name)),
-        actor=replace(recipe.actor, **tokens["actor"]),
-        critic=replace(recipe.critic, **tokens["critic"]),
-        ref=replace(recipe.ref, path=recipe.ref.path or recipe.actor.path, **tokens["ref"]),
-        reward=replace(recipe.reward, kind=recipe.reward.kind or kind, **tokens["reward"]),
+        actor=replace(recipe.actor, micro_batch_tokens=tokens(recipe.actor)),
+        critic=replace(recipe.critic, micro_batch_tokens=tokens(recipe.critic)),
+        ref=replace(
+            recipe.ref, path=recipe.ref.path or recipe.actor.path, micro_batch_tokens=tokens(recipe.ref)
+        ),
+        reward=replace(recipe.reward, kind=kind, micro_batch_tokens=tokens(recipe.reward)),
         placement=replace(recipe.placement, strategy=strategy),
     )
 

@@ -1,0 +1,116 @@
+"""A recipe's numbers as the values that workers and trainer take."""
+
+from __future__ import annotations
+
+from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
+from rolemesh.engine.trainer import TrainerSpec
+from rolemesh.engine.workers.actor import PolicyLoss
+from rolemesh.engine.workers.advantage import AdvantageSpec
+from rolemesh.engine.workers.critic import ValueLoss
+from rolemesh.engine.workers.megatron import RoleSpec
+from rolemesh.launch.roles import Actor, Critic, Optim, Ref, Reward
+from rolemesh.launch.schema import Recipe
+from rolemesh.parallel.optim import OptimConfig
+from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.steps import step_graph
+
+ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
+
+
+def graph_of(recipe: Recipe) -> StepGraph:
+    """The step graph of the recipe's algorithm."""
+    kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
+    return step_graph(recipe.algorithm.name, reference=recipe.has_ref, reward=recipe.reward.kind, kl_in=kl_in)
+
+
+def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
+    """What the Megatron worker of `role` (actor, critic, ref, reward) loads and how it runs."""
+    section: Actor | Critic | Ref | Reward = getattr(recipe, role)
+    trained = isinstance(section, Actor | Critic)
+    return RoleSpec(
+        path=str(section.path),
+        head="lm" if role in ("actor", "ref") else "value",
+        dtype=section.dtype,
+        optim=optim_config(section.optim, updates(recipe, steps)) if trained else None,
+        micro_batch_tokens=section.micro_batch_tokens or recipe.batch.micro_batch_tokens,
+        new_head=isinstance(section, Critic) and section.new_head,
+        temperature=recipe.rollout.temperature,
+    )
+
+
+def updates(recipe: Recipe, steps: int) -> int:
+    """Optimizer updates of a run of `steps` steps: the length of a learning-rate decay."""
+    per_epoch = -(-recipe.batch.samples // recipe.batch.mini_batch)
+    return steps * recipe.batch.epochs * per_epoch
+
+
+def optim_config(optim: Optim, total_steps: int) -> OptimConfig:
+    """The optimizer of a trained role whose schedule ends after `total_steps` updates."""
+    return OptimConfig(
+        lr=optim.lr,
+        min_lr=optim.min_lr if optim.decay != "constant" else 0.0,
+        schedule=optim.decay,
+        warmup_steps=optim.warmup_steps,
+        total_steps=total_steps,
+        weight_decay=optim.weight_decay,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        clip_grad=optim.clip_grad or None,
+    )
+
+
+def policy_loss(recipe: Recipe) -> PolicyLoss:
+    """The actor's objective."""
+    algorithm = recipe.algorithm
+    return PolicyLoss(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        entropy_coef=algorithm.entropy_coef,
+        kl_coef=algorithm.kl.coef if algorithm.kl.in_ == "loss" else 0.0,
+        kl_kind=algorithm.kl.kind,
+        loss_agg=algorithm.loss_agg,
+        epochs=recipe.batch.epochs,
+    )
+
+
+def value_loss(recipe: Recipe) -> ValueLoss:
+    """The critic's objective."""
+    algorithm = recipe.algorithm
+    return ValueLoss(value_clip=algorithm.value_clip, loss_agg=algorithm.loss_agg, epochs=recipe.batch.epochs)
+
+
+def advantage_spec(recipe: Recipe) -> AdvantageSpec:
+    """How advantages are computed."""
+    algorithm = recipe.algorithm
+    return AdvantageSpec(
+        estimator=ESTIMATORS[algorithm.name],
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        kl_kind=algorithm.kl.kind if algorithm.kl.in_ == "reward" else None,
+        norm_adv_by_std=algorithm.norm_adv_by_std,
+    )
+
+
+def kl_controller(recipe: Recipe) -> FixedKLController | AdaptiveKLController:
+    """The weight of the KL penalty in the reward."""
+    kl = recipe.algorithm.kl
+    if kl.target is not None and kl.horizon is not None:
+        return AdaptiveKLController(kl.coef, kl.target, kl.horizon)
+    return FixedKLController(kl.coef)
+
+
+def trainer_spec(recipe: Recipe, steps: int) -> TrainerSpec:
+    """The loop around the step."""
+    return TrainerSpec(
+        steps=steps,
+        samples_per_prompt=recipe.batch.samples_per_prompt,
+        mini_batch_samples=recipe.batch.mini_batch,
+        seed=recipe.run.seed,
+        advantage=advantage_spec(recipe),
+        validate_every=recipe.run.validate_every,
+        save_every=recipe.run.save_every,
+        critic_warmup=recipe.batch.critic_warmup,
+        overlap=recipe.schedule.overlap,
+        timeout_s=recipe.run.timeout_s,
+    )

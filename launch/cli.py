@@ -1,0 +1,131 @@
+"""The command line. Heavy libraries are imported inside the commands, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from rolemesh.launch.fields import RecipeError
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as actor.layout.tp=2.")
+]
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns what a command returns or raises into an exit code and a message without a stack."""
+
+    def invoke(self, ctx: Any) -> None:
+        usage_error: type[BaseException] = typer.BadParameter.__mro__[1]
+        try:
+            code = super().invoke(ctx)
+        except (typer.Exit, typer.Abort, usage_error):
+            raise  # typer prints these itself
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = EXIT_INTERRUPTED
+        except Exception as error:
+            if ctx.params["debug"]:
+                traceback.print_exc()
+            print(describe_error(error), file=sys.stderr)
+            code = EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
+        raise typer.Exit(code)
+
+
+main = typer.Typer(
+    cls=_Commands,
+    help="Reinforcement learning of language models, with every role placed where it fits.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@main.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Print the whole stack of an error.")] = False,
+) -> None:
+    """Options before the command."""
+
+
+@main.command()
+def train(recipe_path: RecipePath, overrides: Overrides = None) -> int:
+    """Check a recipe, then train."""
+    from rolemesh.launch.check import check_recipe
+    from rolemesh.launch.config import load_recipe
+    from rolemesh.launch.run_folder import open_run_folder
+
+    recipe = load_recipe(recipe_path, overrides or [])
+    report = check_recipe(recipe)
+    print(report.text(), flush=True)
+    if report.problems:
+        return EXIT_BAD_RECIPE
+    if moved := open_run_folder(recipe):
+        print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
+    from rolemesh.engine.trainer import run_training
+
+    return run_training(recipe)
+
+
+@main.command()
+def check(
+    recipe_path: RecipePath,
+    overrides: Overrides = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Leave this machine's devices out: the run is elsewhere.")
+    ] = False,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="List the keys left to their default.")
+    ] = False,
+) -> int:
+    """Check a recipe against its files, models and this machine; start nothing."""
+    from rolemesh.launch.check import check_recipe
+    from rolemesh.launch.config import list_defaults, load_recipe
+
+    recipe = load_recipe(recipe_path, overrides or [])
+    report = check_recipe(recipe, offline=offline)
+    print("\n".join([report.text(), *(list_defaults(recipe) if defaults else [])]))
+    return EXIT_BAD_RECIPE if report.problems else EXIT_OK
+
+
+@main.command()
+def schema(key: Annotated[str, typer.Argument(help="A key or section, such as actor.optim.")] = "") -> int:
+    """Print type, unit, default, meaning and verl's name of the recipe's keys."""
+    from rolemesh.launch.describe import describe
+
+    print(describe(key))
+    return EXIT_OK
+
+
+@main.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    address: Annotated[
+        str, typer.Option(help="Look at this Ray cluster instead of starting a local one.")
+    ] = "",
+) -> int:
+    """Print what is installed, what megatron-core will use, the devices and Ray's view of them."""
+    from rolemesh.launch.doctor import examine
+
+    report = examine(address or None)
+    print(report.json() if json else report.text())
+    return EXIT_FAILED if report.broken else EXIT_OK
+
+
+def describe_error(error: BaseException) -> str:
+    """The error and its causes, innermost last, without stacks."""
+    lines: list[str] = []
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        lines.append(f"{'caused by' if lines else 'error'}: {type(cause).__name__}: {cause}")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""Progress that tells a slow run from a hung one: what runs now, how far it is, when the run ends."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TextIO
+
+TTY_INTERVAL_S = 0.5
+PLAIN_INTERVAL_S = 10.0
+
+
+@dataclass
+class _Phase:
+    started_s: float
+    done: int
+    total: int | None
+    unit: str
+
+
+class Progress:
+    """One status line for a run of `total_steps` steps, redrawn on a terminal, else printed every 10 s.
+
+    Operations may overlap, so several phases can be open at once. Safe to call from any thread. Use as
+    a context manager: leaving it stops the printing thread.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        stream: TextIO | None = None,
+        interval_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps = total_steps
+        self._stream = stream or sys.stderr
+        self._tty = self._stream.isatty()
+        self._interval_s = interval_s or (TTY_INTERVAL_S if self._tty else PLAIN_INTERVAL_S)
+        self._clock = clock
+        self._began_s = clock()
+        self._phases: dict[str, _Phase] = {}
+        self._steps_done = 0
+        self._steps_began_s: float | None = None  # the ETA leaves out what comes before the first step
+        self._last_step_s = 0.0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+        with self._lock:
+            self._clear_line()
+
+    def start(self, phase: str, total: int | None = None, unit: str = "") -> None:
+        """`phase` (an operation's name) begins; `total` of `unit` are to be done, None when not known."""
+        with self._lock:
+            self._phases[phase] = _Phase(self._clock(), 0, total, unit)
+
+    def advance(self, phase: str, done: int) -> None:
+        """`done` of the phase's total are finished (not: finished since the last call)."""
+        with self._lock:
+            if phase in self._phases:
+                self._phases[phase].done = done
+
+    def end(self, phase: str) -> None:
+        """`phase` is over."""
+        with self._lock:
+            self._phases.pop(phase, None)
+
+    def begin_steps(self) -> None:
+        """The first training step begins now; what came before (loading, validation) isn't in the ETA."""
+        with self._lock:
+            self._steps_began_s = self._last_step_s = self._clock()
+
+    def end_step(self, line: str = "") -> None:
+        """One more step is done; `line` (its figures) is printed and stays."""
+        with self._lock:
+            self._steps_done += 1
+            self._last_step_s = self._clock()
+        if line:
+            self.write(line)
+
+    def write(self, line: str) -> None:
+        """Print a line that stays, above the status."""
+        with self._lock:
+            self._clear_line()
+            print(line, file=self._stream, flush=True)
+
+    def render(self) -> str:
+        """The status now: `step 3/20 | generate 12/32 samples 8 s | 1:02 elapsed, 5:10 left`."""
+        with self._lock:
+            now = self._clock()
+            step = min(self._steps_done + 1, self._total_steps)
+            phases = (
+                ", ".join(_phase_text(name, p, now) for name, p in self._phases.items())
+                or "between operations"
+            )
+            left = (
+                f"{_duration(self._left_s(now))} left" if self._steps_done else "time left known after step 1"
+            )
+            elapsed = _duration(now - self._began_s)
+            return f"step {step}/{self._total_steps} | {phases} | {elapsed} elapsed, {left}"
+
+    def _left_s(self, now: float) -> float:
+        began_s = self._began_s if self._steps_began_s is None else self._steps_began_s
+        per_step_s = (self._last_step_s - began_s) / self._steps_done
+        steps_left = self._total_steps - self._steps_done
+        into_step_s = min(now - self._last_step_s, per_step_s) if steps_left else 0.0
+        return steps_left * per_step_s - into_step_s
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            text = self.render()
+            with self._lock:
+                if self._tty:
+                    self._clear_line()
+                    self._stream.write(text)
+                    self._stream.flush()
+                else:
+                    print(text, file=self._stream, flush=True)
+
+    def _clear_line(self) -> None:
+        if self._tty:
+            self._stream.write("\r\033[K")
+
+
+def _phase_text(name: str, phase: _Phase, now: float) -> str:
+    count = "" if phase.total is None else f" {phase.done}/{phase.total}{' ' * bool(phase.unit)}{phase.unit}"
+    return f"{name}{count} {now - phase.started_s:.0f} s"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
