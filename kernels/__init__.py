@@ -1,13 +1,32 @@
 """The arithmetic that RLHF does beyond a plain transformer; each operation a function of tensors."""
 
+from rolemesh.kernels.gae import gae
+from rolemesh.kernels.kl import KL_KINDS, kl
 from rolemesh.kernels.log_prob import log_prob_and_entropy
+from rolemesh.kernels.losses import (
+    LOSS_AGG_MODES,
+    LossDenominators,
+    aggregate,
+    loss_denominators,
+    policy_loss,
+    value_loss,
+)
 from rolemesh.kernels.masked import masked_mean, masked_scale, masked_sum, masked_var, masked_whiten
 
 __all__ = [
+    "KL_KINDS",
+    "LOSS_AGG_MODES",
+    "LossDenominators",
+    "aggregate",
+    "gae",
+    "kl",
     "log_prob_and_entropy",
+    "loss_denominators",
     "masked_mean",
     "masked_scale",
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "policy_loss",
+    "value_loss",
 ]

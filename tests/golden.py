@@ -67,7 +67,7 @@ def _read(function: str, case: dict[str, Any], part: str) -> dict[str, Any]:
 
 def _tensor(array: np.ndarray, dtype: str, layout: str) -> Any:
     if dtype.startswith("np:"):
-        return array
+        return torch.from_numpy(array) if dtype == "np:float64" else array
     tensor = torch.from_numpy(array.copy())
     tensor = tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
     if layout == "transposed":
