@@ -48,7 +48,7 @@ class CausalAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, whose weight may see only its rank's piece of the sequence."""
+    """Root-mean-square norm over the last axis; under sequence parallel it sees a piece of the sequence."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()

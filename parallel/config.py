@@ -44,6 +44,11 @@ class StageLayers(PipelineParallelLayerLayout):
         return sum(self._layers[: self._pp_rank])
 
 
+# Not `perform_initialization=False`: that also leaves out the marks that tell tp shards from copies,
+# by which a parameter counts once in the gradient norm.
+_INITIALISERS = ("init_method", "output_layer_init_method")
+
+
 def transformer_config(
     shape: ModelShape,
     layout: Layout,
@@ -56,7 +61,8 @@ def transformer_config(
     """Configuration of the pipeline stage `pp_rank`.
 
     There is no dropout, so that a forward pass is a function of weights and tokens alone. `recompute`
-    keeps only each layer's input for the backward pass; `initialise` fills the weights at random.
+    keeps only each layer's input for the backward pass. `initialise` fills the weights at random; without
+    it they are whatever memory held.
     Gradients are summed over data parallel ranks, not averaged: losses come divided already.
 
     Raises LayoutError for a layout that cannot cut this shape, ModelError for biases outside of the qkv
@@ -97,7 +103,7 @@ def transformer_config(
         variable_seq_lengths=True,  # micro-batches differ in length: stages tell each other the shape
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         batch_p2p_comm=False,
-        perform_initialization=initialise,
+        **({} if initialise else dict.fromkeys(_INITIALISERS, _leave)),
         calculate_per_token_loss=True,  # gradients are summed over dp, the loss is not divided again
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
@@ -110,3 +116,8 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """An initialiser that does nothing, for weights that a checkpoint fills."""
+    return weight

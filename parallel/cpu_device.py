@@ -132,7 +132,7 @@ class _Inert:
 
 
 class _CpuCuda:
-    """`torch.cuda` as `megatron.core` sees it; what is not named here answers as on a machine without CUDA."""
+    """`torch.cuda` as `megatron.core` sees it; what is not named here is the real one's."""
 
     Stream = Event = _Inert
 

@@ -1,4 +1,4 @@
-"""Rows of a batch cut into micro-batches of right-padded tokens, and results put back in the batch's order."""
+"""Rows of a batch cut into micro-batches of right-padded tokens, and results put back in their order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def partition(
 
 
 def balanced(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Cut rows into `n` parts of nearly equal token sums whose sizes differ by at most one, larger ones first.
+    """Cut rows into `n` parts of nearly equal token sums; sizes differ by at most one, larger ones first.
 
     Karmarkar and Karp's differencing: sets of n rows, one for each part, are merged two at a time, the
     most uneven ones first, heaviest against lightest. Deterministic; rows ascend in each part.

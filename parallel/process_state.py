@@ -1,4 +1,4 @@
-"""What megatron-core keeps once per process, whatever the number of models: prepared here and nowhere else."""
+"""What megatron-core keeps once per process, for all its models: prepared here and nowhere else."""
 
 from __future__ import annotations
 

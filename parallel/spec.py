@@ -23,7 +23,7 @@ def uses_transformer_engine(device: torch.device) -> bool:
 def block_spec(
     n_layers: int, *, qk_norm: bool, device: torch.device
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Spec of one pipeline stage of `n_layers` layers: Transformer Engine's where it can run, else plain torch."""
+    """Spec of a stage of `n_layers` layers: Transformer Engine's modules where they can run, else torch's."""
     if uses_transformer_engine(device):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")

@@ -1,0 +1,84 @@
+"""A parallel model on a test's batch: `from parallel_runs import ...`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hf_reference import Batch, weights
+from torch import Tensor
+
+from rolemesh.kernels.log_prob import log_prob_and_entropy
+from rolemesh.parallel.groups import make_groups
+from rolemesh.parallel.micro_batches import MicroBatch, balanced, micro_batches, response_index, unpack
+from rolemesh.parallel.model import ParallelModel, TrainResult
+from rolemesh.parallel.weights import export_hf
+from rolemesh.placement.layout import Layout
+
+
+def build(path: Any, layout: Layout, **kwargs: Any) -> ParallelModel:
+    """An fp32 model unless `dtype` says otherwise, with groups of its own."""
+    return ParallelModel(path, layout, make_groups(layout), **{"dtype": torch.float32, **kwargs})
+
+
+def replica_rows(model: ParallelModel, batch: Batch) -> list[int]:
+    """Rows of this rank's replica, balanced by tokens."""
+    lengths = batch.attention_mask.sum(dim=1).tolist()
+    return balanced(lengths, model.layout.dp)[model.coords.dp]
+
+
+def cut(model: ParallelModel, batch: Batch, rows: list[int], **limit: int) -> list[MicroBatch]:
+    """Micro-batches of some rows, with the batch's weights as a column."""
+    columns = {"weights": weights(batch)[rows]}
+    of_rows = batch.take(rows)
+    return micro_batches(
+        of_rows.input_ids, of_rows.attention_mask, columns, multiple=model.width_multiple, **limit
+    )
+
+
+def response_log_probs(model: ParallelModel, batch: Batch) -> Callable[[Tensor, MicroBatch], Tensor]:
+    """Function of (logits, micro-batch) that gives log-probabilities [m, R] of response tokens."""
+
+    def compute(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
+        index = response_index(micro_batch.attention_mask, batch.response_width)
+        log_prob, _ = log_prob_and_entropy(
+            index.gather(logits),
+            index.labels(micro_batch.tokens),
+            group=model.groups.tp,
+            vocab_size=model.shape.vocab,
+        )
+        return index.scatter(log_prob)
+
+    return compute
+
+
+def infer_log_probs(model: ParallelModel, batch: Batch, **limit: int) -> tuple[list[int], Tensor] | None:
+    """(rows of this replica, their log-probabilities [rows, R]) on the last stage."""
+    compute = response_log_probs(model, batch)
+    rows = replica_rows(model, batch)
+    parts = cut(model, batch, rows, **limit)
+    results = model.infer(parts, lambda output, micro_batch: {"log_prob": compute(output, micro_batch)})
+    return None if results is None else (rows, unpack(parts, results)["log_prob"])
+
+
+def train_policy(
+    model: ParallelModel, batch: Batch, rows: list[int] | None = None, **limit: int
+) -> TrainResult:
+    """One update with the loss of `hf_reference.policy_loss`; `rows` are this replica's."""
+    compute = response_log_probs(model, batch)
+
+    def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        value = -(compute(output, micro_batch) * micro_batch.columns["weights"]).sum() / batch.n_tokens
+        return value, {"loss": value.detach()}
+
+    rows = replica_rows(model, batch) if rows is None else rows
+    return model.train(cut(model, batch, rows, **(limit or {"size": 2})), loss)
+
+
+def total_loss(result: TrainResult) -> float | None:
+    """This replica's part of the loss, None before the last stage."""
+    return float(sum(stats["loss"] for stats in result.stats)) if result.stats else None
+
+
+def exported(model: ParallelModel) -> dict[str, Tensor]:
+    """Whole tensors by Hugging Face name, on the ranks that give them out."""
+    return dict(export_hf(model.module, model.shape, model.layout, model.groups, head=model.head))
