@@ -26,7 +26,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(fn, rank, world, args, folder, timeout), daemon=True)
+            context.Process(target=_rank_main, args=(fn, rank, world, args, folder, timeout))
             for rank in range(world)
         ]
         for process in ranks:
