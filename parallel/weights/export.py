@@ -1,0 +1,101 @@
+"""One role's parameters to whole Hugging Face tensors, one parameter at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from rolemesh.parallel.weights.load import planned_parameters
+from rolemesh.parallel.weights.plan import Head, ParameterPlan, export_order, stage_plan
+from rolemesh.placement.layout import Coords, Layout
+from rolemesh.placement.model import ModelShape
+
+
+@torch.no_grad()
+def export_hf(
+    model: nn.Module | Mapping[str, Tensor],
+    shape: ModelShape,
+    layout: Layout,
+    groups: ProcessGroupCollection,
+    *,
+    head: Head = "lm",
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, new whole tensor) of the stage's tensors on tp rank 0 of dp rank 0, else nothing.
+
+    Every rank must exhaust the iterator: the tp ranks of that replica gather each parameter in turn, and no
+    rank holds more than one parameter beside its own. The stages' tensors together are the whole model.
+    A shared matrix comes once, from the first stage; a value head is named as transformers names it.
+    """
+    coords = _coords(groups)
+    parameters = planned_parameters(model, stage_plan(shape, layout, coords.pp, head), coords)
+    for pp_rank, plan in export_order(shape, layout, head):
+        if (pp_rank, 0) == (coords.pp, coords.dp):
+            parts = _gather(parameters[plan.name], plan, groups.tp)
+            if coords.tp == 0:
+                yield from _assemble(plan, parts).items()
+
+
+@torch.no_grad()
+def broadcast_hf(
+    model: nn.Module | Mapping[str, Tensor],
+    shape: ModelShape,
+    layout: Layout,
+    groups: ProcessGroupCollection,
+    *,
+    head: Head = "lm",
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, new whole tensor) of the whole model on every rank, each replica its own.
+
+    For consumers that hold a full copy, such as an engine that is not cut over ranks. Every rank must
+    exhaust the iterator; what it yields is all that is held beside the rank's own parameters.
+    """
+    coords = _coords(groups)
+    parameters = planned_parameters(model, stage_plan(shape, layout, coords.pp, head), coords)
+    like = next(iter(parameters.values()))
+    for pp_rank, plan in export_order(shape, layout, head):
+        parts = _gather(parameters[plan.name], plan, groups.tp) if pp_rank == coords.pp else []
+        if (pp_rank, 0) == (coords.pp, coords.tp):
+            wholes = _assemble(plan, parts)
+        else:
+            wholes = {tensor.name: like.new_empty(tensor.shape) for tensor in plan.tensors}
+        for name, whole in wholes.items():
+            dist.broadcast(whole, group=groups.mp, group_src=pp_rank * layout.tp)
+            yield name, whole
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """A checksum of dtype, shape and bytes for each name: equal weights have equal fingerprints."""
+    return {name: _checksum(tensor) for name, tensor in tensors}
+
+
+def _coords(groups: ProcessGroupCollection) -> Coords:
+    return Coords(groups.pp.rank(), groups.dp.rank(), groups.cp.rank(), groups.tp.rank())
+
+
+def _gather(part: Tensor, plan: ParameterPlan, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tp ranks' parts on tp rank 0, in order; elsewhere, and for what is on every rank, the own one."""
+    if not plan.gathered:
+        return [part]
+    parts = [torch.empty_like(part) for _ in plan.cuts] if group.rank() == 0 else None
+    dist.gather(part.contiguous(), parts, group=group, group_dst=0)
+    return parts or []
+
+
+def _assemble(plan: ParameterPlan, parts: list[Tensor]) -> dict[str, Tensor]:
+    wholes = {tensor.name: parts[0].new_empty(tensor.shape) for tensor in plan.tensors}
+    for part, cut in zip(parts, plan.cuts, strict=False):  # one part suffices for what every rank holds
+        for piece in cut.pieces:
+            wholes[piece.tensor][piece.source] = part[piece.target]
+    return wholes
+
+
+def _checksum(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous()
+    digest = hashlib.blake2b(f"{content.dtype} {tuple(content.shape)}".encode(), digest_size=16)
+    digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
