@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rolemesh.placement.hints import did_you_mean
 from rolemesh.placement.model import ModelShape
 
 
@@ -138,9 +138,7 @@ class Layout:
 
 def _known_axis(name: str, known: tuple[str, ...]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise LayoutError(f"a layout has no {name!r} (known: {', '.join(known)}){hint}")
+        raise LayoutError(f"a layout has no {name!r} (known: {', '.join(known)}){did_you_mean(name, known)}")
 
 
 def _legal_sizes(pinned: Layout, world: int) -> str:

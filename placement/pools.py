@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind, NodeSpec
+from rolemesh.placement.hints import did_you_mean
 from rolemesh.placement.packing import Room, search
 
 
@@ -19,6 +20,14 @@ class PlacementError(ValueError):
         self.pool = pool
         self.wanted = wanted
         self.present = present
+
+
+def check_known(what: str, keys: Iterable[str], known: Sequence[str]) -> None:
+    """Raise PlacementError for the first of `keys` that is not known, naming the nearest."""
+    for key in keys:
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise PlacementError(f"{what} has no key {key!r} (known: {', '.join(known)}){hint}")
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,12 @@ class Where:
         for name, amount in self.resources_per_worker.items():
             if amount <= 0:
                 raise PlacementError(f"where.resources_per_worker.{name} must be above 0, got {amount}")
+
+    @classmethod
+    def from_keys(cls, pool: str, keys: Mapping[str, Any]) -> Where:
+        """`where` of a recipe's or a plan's pool. Raises PlacementError for an unknown key."""
+        check_known(f"pool {pool!r}: where", keys, tuple(key.name for key in fields(cls)))
+        return cls(**keys)
 
     def admits(self, node: NodeSpec) -> bool:
         """Whether a process may run on `node`, capacity aside."""
@@ -133,8 +148,8 @@ def _check_alone(pool: PoolSpec, cluster: ClusterSpec) -> None:
     """Raise PlacementError when the pool would not even fit into the empty cluster."""
     if pool.device_kind != cluster.device_kind:
         raise PlacementError(
-            f"pool {pool.name!r} asks {pool.device_kind} devices, the cluster has {cluster.device_kind} ones. "
-            f"Nodes:\n{cluster.table()}",
+            f"pool {pool.name!r} asks {pool.device_kind} devices, the cluster has {cluster.device_kind} ones"
+            f". Nodes:\n{cluster.table()}",
             pool=pool.name,
             wanted=pool.world,
         )

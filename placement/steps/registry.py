@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from rolemesh.placement.graph import GraphError, StepGraph
+from rolemesh.placement.hints import did_you_mean
 
 StepBuilder = Callable[..., StepGraph]
 _STEPS: dict[str, StepBuilder] = {}  # filled by the decorator while the package loads
@@ -35,7 +35,8 @@ def step_graph(name: str, **features: object) -> StepGraph:
     `kl_in` ("reward", "loss" or None). Raises GraphError naming the registered steps.
     """
     if name not in _STEPS:
-        near = difflib.get_close_matches(name, _STEPS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise GraphError(f"no step for algorithm {name!r} (registered: {', '.join(step_names())}){hint}")
+        raise GraphError(
+            f"no step for algorithm {name!r} (registered: {', '.join(step_names())})"
+            f"{did_you_mean(name, _STEPS)}"
+        )
     return _STEPS[name](**features)
