@@ -19,8 +19,8 @@ class ReadOnlyTensor(torch.Tensor):
     In-place methods, item assignment, `out=`, `inplace=True` and `.data = ...` raise ReadOnlyError. What
     shares the memory (views, `detach`, `.data`) is read-only too, `numpy()` gives an array that is not
     writable, and every other result is a plain tensor. `clone()` gives a tensor to write into. Pickles and
-    deep copies are plain tensors. Code that takes the memory's address (`data_ptr`, `as_subclass`,
-    collectives) is not stopped.
+    deep copies are plain tensors. What takes the bare memory (`as_subclass`, `torch.Tensor(x)`, `data_ptr`,
+    a collective that receives) is not stopped.
     """
 
     @classmethod
@@ -33,23 +33,17 @@ class ReadOnlyTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if _writes(name, args, kwargs):
-            called = getattr(func, "__self__", func).__name__ if name == "__set__" else name
-            raise ReadOnlyError(
-                f"{called}() would write into a received column, memory that other processes read; "
-                "write into a copy: column = column.clone()"
-            )
+            raise _refusal(func.__self__.__name__ if name == "__set__" else name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if isinstance(result, np.ndarray):
-            result.flags.writeable = False
-            return result
-        if (
-            name == "as_subclass"
-            or not isinstance(result, torch.Tensor | tuple | list)
-            or isinstance(result, torch.Size)
-        ):
-            return result
-        return _guard(result, {_address(tensor) for tensor in _read_only(args)})
+            if isinstance(result, np.ndarray):
+                result.flags.writeable = False
+            elif type(result) in (torch.Tensor, tuple, list) and name != "as_subclass":
+                return _guard(result, {_address(tensor) for tensor in _read_only(args)})
+        return result
+
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # the one method torch does not announce
+        raise _refusal("set_")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
@@ -63,6 +57,13 @@ def read_only(array: np.ndarray, dtype: str) -> ReadOnlyTensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return ReadOnlyTensor.wrap(array_to_tensor(array, dtype))
+
+
+def _refusal(name: str) -> ReadOnlyError:
+    return ReadOnlyError(
+        f"{name}() would write into a received column, memory that other processes read; "
+        "write into a copy: column = column.clone()"
+    )
 
 
 def _writes(name: str, args: tuple, kwargs: dict) -> bool:
