@@ -1,0 +1,227 @@
+"""The Ray cluster a run lives on: our own local one, or one that is there already; and its view as values."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import ray
+from ray._private import ray_constants  # only `_loopback` uses it
+
+from rolemesh.placement.cluster import ClusterSpec, DeviceKind, NodeSpec
+
+SLOT = "rolemesh_slot"  # custom resource: the place of one worker process on a CPU node
+DEVICE_RESOURCE: dict[DeviceKind, str] = {"cuda": "GPU", "cpu": SLOT}
+NODE_ID_LABEL = "ray.io/node-id"
+
+_DEVICE_TYPE = "accelerator_type:"  # Ray's resource for it, "accelerator_type:A100"
+_RAY_RESOURCES = {"CPU", "memory", "object_store_memory", *DEVICE_RESOURCE.values()}
+
+_SOCKET_PATH_LIMIT = 107  # bytes, sun_path of Linux
+_LONGEST_SOCKET = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+_SPARE_DISK = 0.05
+_OBJECT_STORE_SHARE = 0.3  # of the machine's memory and of what /dev/shm has free
+# A launcher (torchrun, Slurm through torchrun) describes its own world in these: ours must not read it.
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+class RayStartError(RuntimeError):
+    """A Ray cluster that cannot be started or joined; the message says what to change."""
+
+
+@contextlib.contextmanager
+def local_cluster(
+    slots: int = 0,
+    *,
+    temp_dir: str | os.PathLike[str] | None = None,
+    object_store_bytes: int | None = None,
+) -> Iterator[ClusterSpec]:
+    """A Ray cluster of our own on this machine, stopped when the block ends however it ends.
+
+    `slots` worker places exist whatever the number of cores. It listens on loopback only and ignores other
+    clusters (and RAY_ADDRESS). `temp_dir` (default: the system's) holds its session while it runs.
+    SIGTERM ends the block as Ctrl-C does.
+    Raises RayStartError when this process is connected to a cluster already, or for an unusable `temp_dir`.
+    """
+    if ray.is_initialized():
+        raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
+    session = _session_dir(temp_dir)
+    with _sigterm_as_exit(), _removed_at_end(session):
+        try:
+            with _without(LAUNCHER_VARIABLES), _loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=os.cpu_count(),
+                    resources={SLOT: slots} if slots else None,
+                    object_store_memory=object_store_bytes or _default_object_store_bytes(),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(session),
+                )
+            yield read_cluster()
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def joined_cluster(address: str) -> Iterator[ClusterSpec]:
+    """A running cluster ("host:port", or "auto" for the one on this machine), left running at the end.
+
+    What the run started on it is stopped with the connection. Raises RayStartError when nothing answers.
+    """
+    if ray.is_initialized():
+        raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
+    with _sigterm_as_exit():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RayStartError(f"no Ray cluster answers at {address!r}: {error}") from error
+        try:
+            yield read_cluster()
+        finally:
+            ray.shutdown()
+
+
+def cluster_address() -> str:
+    """The address of the cluster this process is connected to."""
+    return ray.get_runtime_context().gcs_address
+
+
+def read_cluster(device_kind: DeviceKind | None = None) -> ClusterSpec:
+    """The nodes alive now, with their GPUs ("cuda") or worker slots ("cpu") as devices.
+
+    Without `device_kind`: GPUs if any node has one. A node without the resource has 0 devices; on a cluster
+    started by others, slots are what its nodes declare (`ray start --resources='{"rolemesh_slot": 8}'`).
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if device_kind is None:
+        device_kind = "cuda" if any(node["Resources"].get("GPU") for node in alive) else "cpu"
+    names = _names(alive)
+    return ClusterSpec(
+        tuple(_node_spec(node, names[node["NodeID"]], device_kind) for node in alive), device_kind
+    )
+
+
+def node_ids() -> dict[str, str]:
+    """Ray's own id of every node alive, by the node's name in `read_cluster`."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return {name: node_id for node_id, name in _names(alive).items()}
+
+
+def _names(nodes: list[dict]) -> dict[str, str]:
+    """Name by Ray's node id: the host name, with the start of the id where several nodes share one."""
+    hosts = Counter(node["NodeManagerHostname"] for node in nodes)
+    names = {}
+    for node in nodes:
+        host, node_id = node["NodeManagerHostname"], node["NodeID"]
+        names[node_id] = host if hosts[host] == 1 else f"{host}#{node_id[:8]}"
+    return names
+
+
+def _node_spec(node: dict, name: str, device_kind: DeviceKind) -> NodeSpec:
+    resources = node["Resources"]
+    kinds = [key.removeprefix(_DEVICE_TYPE) for key in resources if key.startswith(_DEVICE_TYPE)]
+    return NodeSpec(
+        name=name,
+        devices=int(resources.get(DEVICE_RESOURCE[device_kind], 0)),
+        cpus=float(resources.get("CPU", 0.0)),
+        device_type=kinds[0] if kinds and device_kind == "cuda" else "",
+        labels={key: value for key, value in node.get("Labels", {}).items() if key != NODE_ID_LABEL},
+        resources={
+            key: amount
+            for key, amount in resources.items()
+            if key not in _RAY_RESOURCES and not key.startswith(("node:", _DEVICE_TYPE))
+        },
+        address=node["NodeManagerAddress"],
+    )
+
+
+def _session_dir(parent: str | os.PathLike[str] | None) -> Path:
+    """A new, unique directory for Ray's session whose socket paths the system accepts."""
+    root = Path(tempfile.gettempdir() if parent is None else parent).absolute()
+    longest = len(str(root / "rm-12345678")) + _LONGEST_SOCKET
+    if longest > _SOCKET_PATH_LIMIT:
+        raise RayStartError(
+            f"temp_dir {str(root)!r} is too long: Ray's socket paths would have {longest} characters, the "
+            f"system allows {_SOCKET_PATH_LIMIT}; use one of at most "
+            f"{_SOCKET_PATH_LIMIT - longest + len(str(root))} characters"
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        session = Path(tempfile.mkdtemp(prefix="rm-", dir=root))
+    except OSError as error:
+        raise RayStartError(f"temp_dir {str(root)!r} cannot be written: {error}") from error
+    disk = shutil.disk_usage(root)
+    if disk.free < _SPARE_DISK * disk.total:
+        warnings.warn(
+            f"{str(root)!r} has {disk.free / disk.total:.1%} of its disk free ({disk.free / 2**30:.1f} GiB): "
+            f"Ray refuses work on a full disk; give temp_dir on another one",
+            stacklevel=3,
+        )
+    return session
+
+
+def _default_object_store_bytes() -> int:
+    shared_memory = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 2**63
+    return int(_OBJECT_STORE_SHARE * min(psutil.virtual_memory().total, shared_memory))
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Let Ray take 127.0.0.1 as a node's address; it does so only where it knows of no cluster support."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _without(names: tuple[str, ...]) -> Iterator[None]:
+    """Hide environment variables from the processes that Ray starts."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+@contextlib.contextmanager
+def _removed_at_end(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds the stack, so that what was started is stopped; only the main thread may ask for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,261 @@
+"""The process on one device of a pool: a Ray actor that hosts every role of the pool.
+
+One thread computes, one operation at a time; another answers state and stack dumps meanwhile. What an
+operation returns goes out as a stream of stored blocks that ends with a small `Reply`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+import torch.distributed as dist
+
+from rolemesh.engine.batch_ref import BatchRef, pack
+from rolemesh.engine.columns import dtype_name, tensor_to_array
+from rolemesh.engine.dispatch import OutputCuts
+from rolemesh.engine.named_tensors import NamedTensor, NamedTensors, NamedTensorsRef
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.ray.blocks import fetch_array, fetch_batch
+from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES
+from rolemesh.engine.worker import Worker, WorkerContext
+from rolemesh.placement.layout import Layout
+
+
+STACK_GAP = "\n\n"  # between the threads of a stack dump
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """Where a process stands in its pool, and the limits it works under."""
+
+    pool: str
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    device: str
+    threads: int
+    collective_timeout_s: float
+    fetch_timeout_s: float
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """How to find a process and its output."""
+
+    pid: int
+    log_path: str
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A worker to create: its class, the arguments of its constructor and its layout."""
+
+    cls: type[Worker]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Request:
+    """One operation for one rank; `create` makes the role's worker instead of calling a method of it."""
+
+    role: str
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    materialize: bool = True
+    cuts: OutputCuts | None = None
+    create: RoleSpec | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The end of a stream: the value (its blocks by their place in the stream) or what was raised."""
+
+    value: Any
+    start_s: float
+    end_s: float
+    nbytes_fetched: int
+    remote_traceback: str | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class HostState:
+    """What a process is doing: the operation, or None, and for how long."""
+
+    operation: str | None
+    seconds: float
+
+
+class Host:
+    """Body of the actor; `run` has the compute thread, the rest may be called while it is busy."""
+
+    def __init__(self, place: HostPlace) -> None:
+        self._place = place
+        self._roles: dict[str, Worker] = {}
+        self._store: dist.Store | None = None
+        self._operation: tuple[str, float] | None = None
+        self._compute_thread = 0
+        self._nbytes_fetched = 0
+        _isolate(place)
+
+    def info(self) -> HostInfo:
+        return HostInfo(pid=os.getpid(), log_path=os.readlink("/proc/self/fd/2"))
+
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0: bind the pool's rendezvous store to a free port and keep it; its address."""
+        address = ray.util.get_node_ip_address()
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return address, port
+
+    def connect(self, address: str, port: int) -> None:
+        """Join torch.distributed: the pool is its world."""
+        place = self._place
+        timeout = timedelta(seconds=place.collective_timeout_s)
+        _use_interface_of(ray.util.get_node_ip_address())
+        store = self._store or dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo",
+            store=dist.PrefixStore("world", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+
+    def run(self, request: Request) -> Iterator[Any]:
+        """Carry out one operation: blocks, then a `Reply`. What it raises is in the reply, never raised."""
+        start_s = time.time()
+        self._operation = (f"{request.role}.{request.method}", time.monotonic())
+        self._compute_thread = threading.get_ident()
+        self._nbytes_fetched = 0
+        try:
+            value = yield from self._blocks(self._invoke(request), request.cuts)
+            reply = Reply(value, start_s, time.time(), self._nbytes_fetched)
+        except BaseException as error:
+            trace = traceback.format_exc()
+            reply = Reply(None, start_s, time.time(), self._nbytes_fetched, trace, _sendable(error))
+        self._operation = None
+        yield reply
+
+    def state(self) -> HostState:
+        operation = self._operation
+        if operation is None:
+            return HostState(None, 0.0)
+        return HostState(operation[0], time.monotonic() - operation[1])
+
+    def stacks(self) -> str:
+        """The Python stack of every thread, the computing one first."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames()
+        frames.pop(threading.get_ident())
+        order = sorted(frames, key=lambda ident: ident != self._compute_thread)
+        return STACK_GAP.join(
+            f"thread {'compute' if ident == self._compute_thread else names.get(ident, ident)}\n"
+            + "".join(traceback.format_stack(frames[ident])).rstrip()
+            for ident in order
+        )
+
+    def _invoke(self, request: Request) -> Any:
+        if request.create is not None:
+            self._roles[request.role] = self._create(request.role, request.create)
+            return None
+        args = [self._resolve(value, request.materialize) for value in request.args]
+        kwargs = {name: self._resolve(value, request.materialize) for name, value in request.kwargs.items()}
+        return getattr(self._roles[request.role], request.method)(*args, **kwargs)
+
+    def _create(self, role: str, spec: RoleSpec) -> Worker:
+        place = self._place
+        worker = spec.cls.__new__(spec.cls)
+        worker.context = WorkerContext(
+            role=role,
+            pool=place.pool,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            node=place.node,
+            device=place.device,
+            layout=spec.layout,
+            fetch=self._fetch,
+        )
+        worker.__init__(*spec.args, **spec.kwargs)  # type: ignore[misc]
+        return worker
+
+    def _resolve(self, value: Any, materialize: bool) -> Any:
+        if isinstance(value, BatchRef) and materialize:
+            return self._fetch(value)
+        if isinstance(value, NamedTensorsRef):
+            return NamedTensors(value, self._fetch_tensor)
+        return value
+
+    def _fetch(self, ref: BatchRef) -> DataProto:
+        self._nbytes_fetched += ref.fetch_nbytes
+        return fetch_batch(ref, self._place.fetch_timeout_s)
+
+    def _fetch_tensor(self, ref: Any) -> np.ndarray:
+        array = fetch_array(ref, self._place.fetch_timeout_s)
+        self._nbytes_fetched += array.nbytes
+        return array
+
+    def _blocks(self, value: Any, cuts: OutputCuts | None) -> Iterator[Any]:
+        """Yield the parts of a result that are stored, and return what stands for them in the reply."""
+        if inspect.isgenerator(value):
+            tensors = []
+            for name, tensor in value:
+                array = tensor_to_array(tensor)
+                tensors.append(NamedTensor(name, dtype_name(tensor.dtype), array.nbytes, len(tensors)))
+                yield array
+            return NamedTensorsRef(tuple(tensors))
+        if isinstance(value, DataProto):
+            manifest, blocks = pack(value, cuts.of(len(value)) if cuts else ())
+            for block in blocks:  # noqa: UP028  Ray sends a value into the generator: a list has no `send`
+                yield block
+            return manifest
+        return value
+
+
+def _isolate(place: HostPlace) -> None:
+    """Set up the process: no launcher's world in its environment, its threads, its device."""
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    os.environ["OMP_NUM_THREADS"] = str(place.threads)
+    torch.set_num_threads(place.threads)
+    if place.device == "cuda":
+        torch.cuda.set_device(0)  # Ray shows the process its own device only
+
+
+def _use_interface_of(address: str) -> None:
+    """Let collectives use the interface that Ray reached this node by, unless the user chose one."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _sendable(error: BaseException) -> BaseException | None:
+    """The exception without its frames if it survives the trip, else None."""
+    try:
+        return ray.cloudpickle.loads(ray.cloudpickle.dumps(error.with_traceback(None)))
+    except Exception:
+        return None

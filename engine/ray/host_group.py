@@ -1,0 +1,248 @@
+"""All processes of one torch.distributed world on a pool: starting them, running one operation on them.
+
+The watcher waits for all ranks at once: the first exception or death ends the call within seconds, whatever
+the other ranks wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from rolemesh.engine.batch_ref import BatchRef
+from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerError
+from rolemesh.engine.named_tensors import NamedTensorsRef
+from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, Reply, Request
+
+_GRACE_S = 5.0  # for the other ranks once one has failed: most fail too, or end
+_POLL_S = 0.5
+_CONTROL_S = 5.0
+_LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one process goes: its place in the pool and Ray's options for the actor."""
+
+    place: HostPlace
+    options: dict[str, Any]
+
+
+class HostGroup:
+    """Handles on the processes. Once `broken` is set they are killed and every call raises."""
+
+    def __init__(self, seats: Sequence[Seat], start_timeout_s: float) -> None:
+        actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(Host)
+        self._places = [seat.place for seat in seats]
+        self._hosts = [actor.options(max_restarts=0, **seat.options).remote(seat.place) for seat in seats]
+        self._infos: list[HostInfo | None] = [None] * len(seats)
+        self.broken: CallError | None = None
+        try:
+            self._connect(time.monotonic() + start_timeout_s, start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, requests: Sequence[Request], timeout_s: float) -> list[Reply]:
+        """Carry out one operation on ranks 0 to len(requests) - 1; their replies, blocks in place.
+
+        Raises WorkerError (the first rank that raised), WorkerDied, CallTimeout. When ranks are still busy
+        after that, all processes are killed and the group is broken.
+        """
+        return _Watch(self, requests, timeout_s).replies()
+
+    def stacks(self, ranks: Iterable[int] | None = None, timeout_s: float = _CONTROL_S) -> dict[int, str]:
+        """The Python stacks of the processes, by rank, also while they compute."""
+        ranks = range(len(self._hosts)) if ranks is None else ranks
+        asked = {rank: self._control(rank, "stacks") for rank in ranks}
+        return self._answers(asked, timeout_s)
+
+    def states(self, timeout_s: float = _CONTROL_S) -> dict[int, Any]:
+        """What every process is doing (`HostState`), by rank; a message where one does not answer."""
+        asked = {rank: self._control(rank, "state") for rank in range(len(self._hosts))}
+        return self._answers(asked, timeout_s)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank (each on its own node)."""
+        return [info.pid for info in self._infos if info is not None]
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for host in self._hosts:
+            with contextlib.suppress(RayError):
+                ray.kill(host)
+
+    def break_with(self, cause: CallError) -> None:
+        """Kill the processes and remember why."""
+        self.broken = cause
+        self.kill()
+
+    def start(self, rank: int, request: Request) -> Any:
+        """Ray's stream of one rank's blocks and reply."""
+        method = self._hosts[rank].run.options(num_returns="streaming", concurrency_group="compute")
+        return method.remote(request)
+
+    def place(self, rank: int) -> HostPlace:
+        return self._places[rank]
+
+    def death(self, rank: int, role: str, operation: str, error: RayError) -> WorkerDied:
+        """The error for a process that is gone: how, and the end of its log."""
+        info, node = self._infos[rank], self._places[rank].node
+        memory = psutil.virtual_memory()
+        how = (
+            f"{_ray_reason(error)} (this node has {memory.available / 2**30:.1f} of "
+            f"{memory.total / 2**30:.1f} GiB memory available now)"
+        )
+        return WorkerDied(role, rank, node, operation, how, _last_lines(info) if info else "it left no log")
+
+    def _control(self, rank: int, method: str) -> Any:
+        return getattr(self._hosts[rank], method).options(concurrency_group="control").remote()
+
+    def _answers(self, asked: dict[int, Any], timeout_s: float) -> dict[int, Any]:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+        answers = {}
+        for rank, ref in asked.items():
+            try:
+                answers[rank] = ray.get(ref, timeout=0.1)
+            except (GetTimeoutError, RayError) as error:
+                answers[rank] = f"rank {rank} does not answer: {type(error).__name__}"
+        return answers
+
+    def _connect(self, deadline: float, limit_s: float) -> None:
+        """Start the processes and their common world; any failure names the rank."""
+        self._infos = self._on_all("start", [host.info.remote() for host in self._hosts], deadline, limit_s)
+        opened = [self._hosts[0].open_store.options(concurrency_group="compute").remote()]
+        [(address, port)] = self._on_all("rendezvous", opened, deadline, limit_s)
+        joins = [
+            host.connect.options(concurrency_group="compute").remote(address, port) for host in self._hosts
+        ]
+        self._on_all("rendezvous", joins, deadline, limit_s)
+
+    def _on_all(self, step: str, refs: list[Any], deadline: float, limit_s: float) -> list[Any]:
+        ranks = {ref: rank for rank, ref in enumerate(refs)}
+        pending, pool = list(refs), self._places[0].pool
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(f"rank {ranks[ref]} on {self._places[ranks[ref]].node}" for ref in pending)
+                raise CallTimeout(f"pool {pool!r}: {step} not done within {limit_s:g} s by {late}")
+            rank = ranks[ready[0]]
+            try:
+                ray.get(ready[0])
+            except RayActorError as error:
+                raise self.death(rank, f"pool {pool}", step, error) from error
+            except RayError as error:
+                raise WorkerError(f"pool {pool}", rank, self._places[rank].node, step, str(error)) from error
+        return ray.get(refs)
+
+
+class _Watch:
+    """One operation under way: the ranks still busy, what arrived of each, and the first failure."""
+
+    def __init__(self, group: HostGroup, requests: Sequence[Request], timeout_s: float) -> None:
+        self._group = group
+        self._role, self._operation = requests[0].role, requests[0].method
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._busy = {group.start(rank, request): rank for rank, request in enumerate(requests)}
+        self._arrived: list[list[Any]] = [[] for _ in requests]
+        self._replies: list[Reply | None] = [None] * len(requests)
+        self._failures: list[tuple[float, CallError]] = []  # when it happened, what
+        self._dead = False
+
+    def replies(self) -> list[Reply]:
+        while self._busy:
+            limit_s = self._deadline - time.monotonic()
+            if limit_s <= 0:
+                break
+            ready, _ = ray.wait(
+                list(self._busy), num_returns=1, timeout=min(limit_s, _POLL_S), fetch_local=False
+            )
+            for stream in ready:
+                self._advance(stream)
+        if self._busy and not self._failures:
+            self._failures.append((time.time(), self._late()))
+        if self._failures:
+            error = min(self._failures, key=lambda failure: failure[0])[1]
+            if self._busy or self._dead:
+                self._group.break_with(error)
+            raise error
+        return [reply for reply in self._replies if reply is not None]
+
+    def _advance(self, stream: Any) -> None:
+        """Take what a rank's stream has ready; at its end, its last item is the reply."""
+        rank = self._busy[stream]
+        try:
+            self._arrived[rank].append(next(stream))
+            return
+        except StopIteration:
+            del self._busy[stream]
+        except RayError as error:
+            del self._busy[stream]
+            self._fail(time.time(), self._group.death(rank, self._role, self._operation, error), dead=True)
+            return
+        *blocks, last = self._arrived[rank]
+        place = self._group.place(rank)
+        try:
+            reply = ray.get(last, timeout=_CONTROL_S)
+        except RayError as error:
+            self._fail(time.time(), self._group.death(rank, self._role, self._operation, error), dead=True)
+            return
+        if reply.remote_traceback is None:
+            self._replies[rank] = replace(reply, value=_with_blocks(reply.value, blocks, place.node))
+            return
+        failure = WorkerError(self._role, rank, place.node, self._operation, reply.remote_traceback)
+        failure.__cause__ = reply.error
+        self._fail(reply.end_s, failure)
+
+    def _fail(self, when_s: float, error: CallError, dead: bool = False) -> None:
+        if not self._failures:
+            self._deadline = min(self._deadline, time.monotonic() + _GRACE_S)
+        self._failures.append((when_s, error))
+        self._dead = self._dead or dead
+
+    def _late(self) -> CallTimeout:
+        ranks = sorted(self._busy.values())
+        stacks, states = self._group.stacks(ranks), self._group.states()
+        described = "\n".join(
+            f"{self._role} rank {rank} on node {self._group.place(rank).node}, last seen in "
+            f"{getattr(states[rank], 'operation', states[rank])}:\n{stacks[rank].partition(STACK_GAP)[0]}"
+            for rank in ranks
+        )
+        done = [rank for rank, reply in enumerate(self._replies) if reply is not None]
+        return CallTimeout(
+            f"{self._role}.{self._operation} not done within {self._timeout_s:g} s: late ranks {ranks}, "
+            f"done ranks {done}\n{described}"
+        )
+
+
+def _with_blocks(value: Any, blocks: list[Any], node: str) -> Any:
+    if isinstance(value, BatchRef):
+        return value.stored(blocks, node)
+    if isinstance(value, NamedTensorsRef):
+        return NamedTensorsRef(tuple(replace(t, ref=blocks[t.ref]) for t in value.tensors))
+    return value
+
+
+def _ray_reason(error: RayError) -> str:
+    """What Ray knows of a death, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines) or type(error).__name__
+
+
+def _last_lines(info: HostInfo) -> str:
+    path = Path(info.log_path)
+    try:
+        lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    except OSError:
+        return f"its log is {path} on that node"
+    return "\n".join([f"last lines of {path}:", *lines])
