@@ -40,6 +40,9 @@ class Where:
     node_ip: str = ""
 
     def __post_init__(self) -> None:
+        for key in ("labels", "resources_per_worker"):
+            if not isinstance(getattr(self, key), Mapping):
+                raise PlacementError(f"where.{key} must be a mapping, got {getattr(self, key)!r}")
         for name, amount in self.resources_per_worker.items():
             if amount <= 0:
                 raise PlacementError(f"where.resources_per_worker.{name} must be above 0, got {amount}")
@@ -55,7 +58,7 @@ class Where:
         return (
             node.alive
             and (not self.device or self.device == node.device_type)
-            and all(node.labels.get(key) == value for key, value in self.labels.items())
+            and all(node.labels.get(key) == str(value) for key, value in self.labels.items())
             and all(node.resources.get(name, 0) > 0 for name in self.resources_per_worker)
             and (not self.node_ip or self.node_ip in (node.address, node.name))
         )

@@ -179,6 +179,8 @@ def _size(name: str, request: Mapping[str, Any], total: int) -> int:
     """Devices that `share` or `devices` asks for, out of `total`."""
     if "devices" in request:
         return _count(name, request, "devices")
+    if not total:
+        return 1  # no node is admitted: the fit refuses any size, naming what is missing
     try:
         share = Fraction(str(request["share"]))
     except (ValueError, ZeroDivisionError):

@@ -148,6 +148,21 @@ def test_a_pool_written_wrongly_is_refused(request_, message):
         explicit_pools({"a": {"roles": ["actor"], **request_}}, ("actor",), _nodes(8))
 
 
+@pytest.mark.parametrize("size", [{"share": "1/2"}, {"devices": 4}, {"nodes": 1, "per_node": 4}])
+def test_a_place_that_does_not_exist_is_named_whatever_the_size(size):
+    written = {"a": {"roles": ["actor"], **size, "where": {"labels": {"kind": "tiny"}}}}
+    with pytest.raises(PlacementError, match="pool 'a': no node has label kind=tiny"):
+        fit_pools(explicit_pools(written, ("actor",), _nodes(8)), _nodes(8))
+
+
+def test_labels_are_compared_as_text_and_must_be_a_mapping():
+    cluster = ClusterSpec((NodeSpec("n", 2, labels={"rack": "1"}),))
+    written = {"a": {"roles": ["actor"], "share": 1, "where": {"labels": {"rack": 1}}}}
+    assert _sizes(explicit_pools(written, ("actor",), cluster)) == {"a": (2,)}
+    with pytest.raises(PlacementError, match=r"where.labels must be a mapping, got 'big'"):
+        Where(labels="big")
+
+
 def test_every_role_is_in_one_pool():
     one = {"share": "1/2"}
     with pytest.raises(PlacementError, match=r"role 'critic' is in no pool \(pools: a\)"):
