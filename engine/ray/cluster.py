@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -69,7 +70,7 @@ def local_cluster(
                     object_store_memory=object_store_bytes or _default_object_store_bytes(),
                     include_dashboard=False,
                     log_to_driver=False,
-                    logging_level="ERROR",
+                    logging_level=logging.ERROR,
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(session),
                 )
@@ -88,7 +89,7 @@ def joined_cluster(address: str) -> Iterator[ClusterSpec]:
         raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
     with _sigterm_as_exit():
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RayStartError(f"no Ray cluster answers at {address!r}: {error}") from error
         try:

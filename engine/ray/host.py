@@ -6,14 +6,13 @@ operation returns goes out as a stream of stored blocks that ends with a small `
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -33,7 +32,6 @@ from rolemesh.engine.ray.blocks import fetch_array, fetch_batch
 from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES
 from rolemesh.engine.worker import Worker, WorkerContext
 from rolemesh.placement.layout import Layout
-
 
 STACK_GAP = "\n\n"  # between the threads of a stack dump
 
@@ -143,7 +141,7 @@ class Host:
             timeout=timeout,
         )
 
-    def run(self, request: Request) -> Iterator[Any]:
+    def run(self, request: Request) -> Generator[Any, Any, None]:
         """Carry out one operation: blocks, then a `Reply`. What it raises is in the reply, never raised."""
         start_s = time.time()
         self._operation = (f"{request.role}.{request.method}", time.monotonic())
@@ -186,7 +184,7 @@ class Host:
 
     def _create(self, role: str, spec: RoleSpec) -> Worker:
         place = self._place
-        worker = spec.cls.__new__(spec.cls)
+        worker = object.__new__(spec.cls)
         worker.context = WorkerContext(
             role=role,
             pool=place.pool,
@@ -217,10 +215,10 @@ class Host:
         self._nbytes_fetched += array.nbytes
         return array
 
-    def _blocks(self, value: Any, cuts: OutputCuts | None) -> Iterator[Any]:
+    def _blocks(self, value: Any, cuts: OutputCuts | None) -> Generator[Any, Any, Any]:
         """Yield the parts of a result that are stored, and return what stands for them in the reply."""
-        if inspect.isgenerator(value):
-            tensors = []
+        if isinstance(value, Generator):
+            tensors: list[NamedTensor] = []
             for name, tensor in value:
                 array = tensor_to_array(tensor)
                 tensors.append(NamedTensor(name, dtype_name(tensor.dtype), array.nbytes, len(tensors)))

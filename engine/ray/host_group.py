@@ -40,7 +40,7 @@ class HostGroup:
     """Handles on the processes. Once `broken` is set they are killed and every call raises."""
 
     def __init__(self, seats: Sequence[Seat], start_timeout_s: float) -> None:
-        actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(Host)
+        actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(Host)  # type: ignore[call-overload]
         self._places = [seat.place for seat in seats]
         self._hosts = [actor.options(max_restarts=0, **seat.options).remote(seat.place) for seat in seats]
         self._infos: list[HostInfo | None] = [None] * len(seats)
