@@ -1,0 +1,130 @@
+"""The built-in rollout engine: transformers' `generate` on a full copy of the model in one process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.rollout.sampling import RolloutError, RowSampler, SamplingOptions, row_uniforms
+
+
+class HFRollout:
+    """Generates on one device with weights given by `load_weights`; it reads no weights from disk.
+
+    Args:
+        path: Hugging Face folder; only its config.json is read.
+        device, dtype: where the copy lives, and its type by torch's name ("float32", "bfloat16").
+        max_params: the largest model to hold a full copy of.
+
+    Raises:
+        RolloutError: the model has more than `max_params` parameters (found before memory is taken).
+    """
+
+    def __init__(self, path: str | Path, device: torch.device | str, dtype: str, max_params: int) -> None:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            self.n_params: int = AutoModelForCausalLM.from_config(config).num_parameters()
+        if self.n_params > max_params:
+            raise RolloutError(
+                f"the hf engine holds a full copy of the model in each process; {path} has {self.n_params:,} "
+                f"parameters, rollout.max_params is {max_params:,}. Use a vLLM engine, or raise max_params"
+            )
+        with torch.device(device), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        # Penalties and limits of the checkpoint's own generation settings would bend the policy unseen.
+        model.generation_config = GenerationConfig()
+        self.model: PreTrainedModel = model.requires_grad_(False).eval()
+        self.has_weights = False
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy `(Hugging Face name, tensor)` pairs into the model in place, cast to its type.
+
+        Raises:
+            RolloutError: a name or shape the model does not have, or parameters that no pair covered.
+        """
+        targets = self.model.state_dict()  # has both names of a tied matrix, over the same memory
+        missing = {name for name, _ in self.model.named_parameters()}
+        for name, tensor in weights:
+            if name not in targets:
+                raise RolloutError(f"the rollout model has no parameter {name!r}")
+            if tensor.shape != targets[name].shape:
+                raise RolloutError(
+                    f"{name}: got {list(tensor.shape)}, the model has {list(targets[name].shape)}"
+                )
+            targets[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise RolloutError(f"{len(missing)} parameters got no weights: {', '.join(sorted(missing)[:5])}")
+        self.has_weights = True
+
+    @torch.no_grad()
+    def generate(self, prompts: DataProto, options: SamplingOptions) -> DataProto:
+        """One response per prompt row.
+
+        Args:
+            prompts: `input_ids`, `attention_mask` [b, P] left-padded; b may be 0. When sampling also
+                `row_ids` [b] int64: with `options.seed` they alone decide a row's random numbers, so its
+                response is the same in any batch and on any rank. Samples of one prompt need different ids.
+
+        Returns:
+            `prompts` [b, P]; `responses` [b, R] as sampled (no end is forced), padded on the right to
+            `max_response_tokens`; `response_mask` [b, R] 1 up to the first end token and on it; `input_ids`,
+            `attention_mask`, `position_ids` [b, P + R]; `rollout_log_probs` [b, R] fp32 under the policy at
+            `temperature`, 0 outside the mask. All on the prompts' device.
+        """
+        if not self.has_weights:
+            raise RolloutError("generate was called before load_weights: the model has no weights yet")
+        prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+        tokens, token_log_probs = self._decode(prompts, options)  # [b, n <= R], the longest response's length
+        room = (0, options.max_response_tokens - tokens.shape[1])
+        is_eos = torch.isin(tokens, tokens.new_tensor(options.eos_ids)).to(prompt_mask.dtype)
+        response_mask = pad(is_eos.cumsum(-1) - is_eos == 0, room).to(prompt_mask.dtype)
+        responses = pad(tokens, room).masked_fill(response_mask == 0, options.pad_id)
+        attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+        return DataProto.from_dict(
+            tensors={
+                "prompts": prompt_ids,
+                "responses": responses,
+                "response_mask": response_mask,
+                "input_ids": torch.cat([prompt_ids, responses], dim=1),
+                "attention_mask": attention_mask,
+                "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+                "rollout_log_probs": pad(token_log_probs, room).masked_fill(response_mask == 0, 0.0),
+            }
+        )
+
+    def _decode(self, prompts: DataProto, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+        """New tokens [b, n] and their log-probabilities [b, n] fp32; past a row's end both mean nothing."""
+        ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+        if len(prompts) == 0:
+            return ids.new_empty(0, 0), torch.empty(0, 0, device=ids.device)
+        device = self.model.device
+        uniforms = None
+        if options.do_sample:
+            row_ids = prompts.batch["row_ids"]
+            uniforms = row_uniforms(options.seed, row_ids, options.max_response_tokens).to(device)
+        sampler = RowSampler(options, uniforms)
+        output = self.model.generate(  # type: ignore[operator]  # a mixin's method, read as a tensor
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            logits_processor=LogitsProcessorList([sampler]),
+            generation_config=GenerationConfig(
+                max_new_tokens=options.max_response_tokens,
+                do_sample=False,  # the sampler has chosen
+                eos_token_id=list(options.eos_ids) or None,
+                pad_token_id=options.pad_id,
+            ),
+        )
+        return output[:, ids.shape[1] :].to(ids.device), torch.stack(sampler.log_probs, dim=1).to(ids.device)
