@@ -44,11 +44,6 @@ class StageLayers(PipelineParallelLayerLayout):
         return sum(self._layers[: self._pp_rank])
 
 
-# Not `perform_initialization=False`: that also leaves out the marks that tell tp shards from copies,
-# by which a parameter counts once in the gradient norm.
-_INITIALISERS = ("init_method", "output_layer_init_method")
-
-
 def transformer_config(
     shape: ModelShape,
     layout: Layout,
@@ -56,13 +51,11 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     recompute: bool = False,
-    initialise: bool = False,
 ) -> TransformerConfig:
     """Configuration of the pipeline stage `pp_rank`.
 
-    There is no dropout, so that a forward pass is a function of weights and tokens alone. `recompute`
-    keeps only each layer's input for the backward pass. `initialise` fills the weights at random; without
-    it they are whatever memory held.
+    There is no dropout, so that a forward pass is a function of weights and tokens alone. Weights are not
+    initialised: a checkpoint fills them. `recompute` keeps only each layer's input for the backward pass.
     Gradients are summed over data parallel ranks, not averaged: losses come divided already.
 
     Raises LayoutError for a layout that cannot cut this shape, ModelError for biases outside of the qkv
@@ -103,7 +96,10 @@ def transformer_config(
         variable_seq_lengths=True,  # micro-batches differ in length: stages tell each other the shape
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         batch_p2p_comm=False,
-        **({} if initialise else dict.fromkeys(_INITIALISERS, _leave)),
+        # Not `perform_initialization=False`: that also leaves out the marks that tell tp shards from copies,
+        # by which a parameter counts once in the gradient norm.
+        init_method=_leave,
+        output_layer_init_method=_leave,
         calculate_per_token_loss=True,  # gradients are summed over dp, the loss is not divided again
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,

@@ -75,18 +75,19 @@ class _SwapOnImport(importlib.abc.MetaPathFinder):
         return spec
 
     def swap(self, module: types.ModuleType) -> None:
-        for name, value in list(vars(module).items()):
-            if value is torch:
-                setattr(module, name, self.torch)
-            elif original := getattr(value, "_torchdynamo_orig_callable", None):
-                setattr(
-                    module, name, original
-                )  # fused by torch.compile, which here would need a C++ compiler
+        classes = [value for value in vars(module).values() if _is_class_of(value, module)]
+        for owner in (module, *classes):
+            for name, value in list(vars(owner).items()):
+                if value is torch:
+                    setattr(owner, name, self.torch)
+                elif original := getattr(value, "_torchdynamo_orig_callable", None):
+                    setattr(owner, name, original)  # torch.compile would need a C++ compiler here
         if module.__name__ == f"{_MEGATRON}.jit":
             module.disable_jit_fuser()
         elif module.__name__ == f"{_MEGATRON}.tensor_parallel.random":
-            module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-            module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+            random: Any = module
+            random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+            random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 class _CpuTorch(types.ModuleType):
@@ -186,7 +187,8 @@ def _wrap_tensor_methods() -> None:
             return _CUDA_TYPE_NAMES[self.dtype]
         return tensor_type(self, *args, **kwargs)
 
-    torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type = cuda, to, type_  # type: ignore[method-assign]
+    wrapped: Any = torch.Tensor
+    wrapped.cuda, wrapped.to, wrapped.type = cuda, to, type_
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -208,6 +210,10 @@ def _is_cuda(device: object) -> bool:
 
 def _is_megatron(module_name: str) -> bool:
     return module_name == _MEGATRON or module_name.startswith(_MEGATRON + ".")
+
+
+def _is_class_of(value: object, module: types.ModuleType) -> bool:
+    return isinstance(value, type) and value.__module__ == module.__name__
 
 
 def _called_from_megatron() -> bool:

@@ -22,7 +22,7 @@ def make_groups(layout: Layout, *, timeout_s: float = 1800) -> ProcessGroupColle
             f"the layout ({layout}) has {layout.world} ranks, the world has {dist.get_world_size()}"
         )
     rank = dist.get_rank()
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world)): dist.group.WORLD}
+    made = {tuple(range(layout.world)): dist.group.WORLD}
 
     def create(partition: list[list[int]]) -> dist.ProcessGroup:
         for ranks in partition:  # also those without this rank: creating a group is collective

@@ -44,12 +44,11 @@ def balanced(lengths: Sequence[int], n: int) -> list[list[int]]:
     """
     if n < 1:
         raise ValueError(f"cannot cut rows into {n} parts")
-    by_length: list[int | None] = sorted(range(len(lengths)), key=lambda row: -lengths[row])  # type: ignore[assignment]
-    by_length += [None] * (-len(lengths) % n)
+    by_length = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for start in range(0, len(by_length), n):
-        rows = by_length[start : start + n]
-        parts = [(lengths[row], [row]) if row is not None else (0, []) for row in rows]
+        parts = [(lengths[row], [row]) for row in by_length[start : start + n]]
+        parts += [(0, [])] * (n - len(parts))
         heap.append((parts[-1][0] - parts[0][0], start, parts))
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -82,9 +81,13 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch on `device`."""
-        columns = {name: column.to(device) for name, column in self.columns.items()}
-        tensors = (self.rows, self.tokens, self.lengths, self.attention_mask)
-        return MicroBatch(*(tensor.to(device) for tensor in tensors), columns)
+        return MicroBatch(
+            self.rows.to(device),
+            self.tokens.to(device),
+            self.lengths.to(device),
+            self.attention_mask.to(device),
+            {name: column.to(device) for name, column in self.columns.items()},
+        )
 
 
 def pack(

@@ -65,7 +65,7 @@ class ParallelModel:
 
     def __init__(
         self,
-        source: str | Path | ModelShape,
+        path: str | Path,
         layout: Layout,
         groups: ProcessGroupCollection,
         *,
@@ -76,32 +76,27 @@ class ParallelModel:
         recompute: bool = False,
         new_head: bool = False,
     ) -> None:
-        """Build the model, with the weights of the Hugging Face folder `source` or, for a shape, random ones.
+        """Build the model that the Hugging Face folder `path` holds; each rank reads only its own weights.
 
-        `new_head` lets a value model start from a checkpoint without a value head.
+        `optim` makes it trainable; `recompute` trades time for memory in training; `new_head` lets a value
+        model start from a checkpoint without a value head.
 
         Raises LayoutError for a layout that cannot cut the model, ModelError for an unsupported one,
         CheckpointError for missing or unknown weights, ValueError for training in fp16.
         """
         if optim is not None and dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"train in bfloat16 or float32, not {dtype}: fp16 is for roles that only infer")
-        self.shape = source if isinstance(source, ModelShape) else _read_shape(Path(source))
+        self.shape = ModelShape.from_config(json.loads((Path(path) / "config.json").read_text()))
         self.layout, self.groups, self.head, self.dtype = layout, groups, head, dtype
         self.device = torch.device(device)
         self.coords = layout.coords(dist.get_rank())
         prepare_process(self.device, self.coords.tp)
         self._config = transformer_config(
-            self.shape,
-            layout,
-            self.coords.pp,
-            dtype=dtype,
-            recompute=recompute,
-            initialise=isinstance(source, ModelShape),
+            self.shape, layout, self.coords.pp, dtype=dtype, recompute=recompute
         )
         self.module = build_stage(self.shape, self._config, groups, head=head, device=self.device)
         self.optimizer: Optimizer | None = None
-        if not isinstance(source, ModelShape):
-            self.load(source, new_head=new_head)
+        self.load(path, new_head=new_head)
         if optim is None:
             self.module.requires_grad_(False)
         else:
@@ -150,7 +145,7 @@ class ParallelModel:
             return [] if self.is_last_stage else None
 
         def step(batches: Iterator[MicroBatch], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro_batch = next(batches)
+            micro_batch = next(batches).to(self.device)
             return self._forward(module, micro_batch), lambda output, non_loss_data: fn(output, micro_batch)
 
         self.module.eval()
@@ -174,7 +169,7 @@ class ParallelModel:
         idle = not micro_batches
 
         def step(batches: Iterator[MicroBatch], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro_batch = next(batches)
+            micro_batch = next(batches).to(self.device)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 value, stats = (output[:0].sum(), {}) if idle else loss_fn(output, micro_batch)
@@ -191,13 +186,15 @@ class ParallelModel:
         return TrainResult(update.grad_norm, update.lr, update.skipped, [] if idle else stats)
 
     def _forward(self, module: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        tokens = micro_batch.tokens.to(self.device)
-        if tokens.shape[1] % self.width_multiple:
+        width = micro_batch.tokens.shape[1]
+        if width % self.width_multiple:
             raise ValueError(
-                f"a micro-batch of width {tokens.shape[1]} cannot be cut over tp={self.layout.tp}: "
+                f"a micro-batch of width {width} cannot be cut over tp={self.layout.tp}: "
                 f"pack it with multiple={self.width_multiple}"
             )
-        output = module(tokens, None, None)  # rows start at position 0 and need no mask: padding is last
+        output = module(
+            micro_batch.tokens, None, None
+        )  # rows start at position 0 and need no mask: padding is last
         return output.squeeze(-1) if self.is_last_stage and self.head == "value" else output
 
     def _run(
@@ -229,7 +226,3 @@ def _idle_micro_batch(width: int) -> MicroBatch:
     return MicroBatch(
         torch.zeros(1, dtype=torch.int64), tokens, torch.zeros(1, dtype=torch.int64), tokens, {}
     )
-
-
-def _read_shape(path: Path) -> ModelShape:
-    return ModelShape.from_config(json.loads((path / "config.json").read_text()))

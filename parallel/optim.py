@@ -54,7 +54,7 @@ def lr_at(config: OptimConfig, step: int) -> float:
     """Learning rate of update `step` (0 is the first, which already moves: it has 1 / warmup_steps of it)."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
+    if config.schedule == "constant" or config.total_steps is None:
         return config.lr
     done = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
     left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2

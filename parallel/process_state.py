@@ -17,6 +17,8 @@ def prepare_process(device: torch.device, tp_rank: int) -> None:
     """
     if device.type == "cpu":
         cpu_device.install()
+    elif device.index is not None:
+        torch.cuda.set_device(device)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     if not get_cuda_rng_tracker().is_initialized():

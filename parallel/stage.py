@@ -25,7 +25,8 @@ class ValueHead(nn.Module):
         super().__init__()
         self.tp_group, self.sequence_parallel = groups.tp, config.sequence_parallel
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is then summed over tp
+        # Its gradient is then summed over tp, whose ranks each see a piece of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
         """hidden [s, b, h], or this rank's piece of s under sequence parallel, to values [s, b, 1] fp32."""
@@ -46,7 +47,7 @@ def build_stage(
     head: Head,
     device: torch.device,
 ) -> GPTModel:
-    """This rank's part of the model, its weights not yet those of a checkpoint; a value head starts at zero.
+    """This rank's part of the model; its weights are whatever memory held until a checkpoint fills them.
 
     The vocabulary is padded so that it divides over tp. For a tied model the pipeline's first and last
     stage must both call: they share a matrix.

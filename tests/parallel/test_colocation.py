@@ -1,5 +1,6 @@
 """Models of different layouts in one process."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from gloo import run_ranks
 from hf_reference import gradients, norm, policy_loss, random_batch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
 from parallel_runs import build, exported, train_policy
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM
@@ -24,9 +26,7 @@ OPTIM = OptimConfig(lr=1e-3, warmup_steps=2)
 
 def refuse_global_state() -> None:
     """Make every getter of megatron-core's global groups fail, also where it was imported by name."""
-    import sys
-
-    allowed = {"get_global_memory_buffer", "is_initialized"}
+    allowed = {"get_global_memory_buffer", "is_initialized"}  # a scratch buffer; whether there is a state
     getters = {
         value
         for name, value in vars(parallel_state).items()
@@ -49,6 +49,8 @@ def test_three_layouts_in_turn_in_one_process_without_global_state(tmp_path: Pat
 
     def in_turn(rank: int, world: int) -> list[float]:
         refuse_global_state()
+        with pytest.raises(AssertionError, match="global state was read"):
+            random.get_tensor_model_parallel_rank()
         return [
             train_policy(build(path, layout, optim=OPTIM), BATCH).grad_norm
             for layout in [*layouts, layouts[0]]

@@ -215,6 +215,18 @@ def test_log_probs_of_the_same_batch_are_the_same_bits_before_any_update(tmp_pat
     assert run_ranks(twice, 1)[0] <= 1e-5
 
 
+def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path):
+    path = tiny_checkpoint(tmp_path, "llama")
+
+    def drawn(rank: int, world: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        build(path, Layout(), optim=OPTIM)
+        return torch.rand(4), torch.random.manual_seed(3) and torch.rand(4)
+
+    after_building, alone = run_ranks(drawn, 1)[0]
+    assert torch.equal(after_building, alone)
+
+
 def test_a_width_that_sequence_parallel_cannot_cut_is_refused(tmp_path: Path):
     path = tiny_checkpoint(tmp_path, "llama")
 
