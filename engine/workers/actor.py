@@ -1,0 +1,111 @@
+"""The actor: the policy that learns. Scores its own samples, and takes clipped policy-gradient steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rolemesh.engine.dispatch import Dispatch, register
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.workers.advantage import AdvantageWorker
+from rolemesh.engine.workers.megatron import MegatronWorker, RoleSpec
+from rolemesh.engine.workers.metrics import combine_steps
+from rolemesh.kernels import aggregate, kl, loss_denominators, policy_loss
+from rolemesh.parallel.micro_batches import MicroBatch
+from rolemesh.parallel.weights import export_hf
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The actor's objective: clipped surrogate (Schulman et al. 2017, eq. 7), dual clip, entropy bonus, KL
+    term.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: str = "low_var_kl"
+    loss_agg: str = "token-mean"
+    epochs: int = 1
+
+
+class ActorWorker(AdvantageWorker, MegatronWorker):
+    """Policy on one rank. `loss` is read by `update_actor` only."""
+
+    def __init__(self, spec: RoleSpec, loss: PolicyLoss) -> None:
+        super().__init__(spec)
+        self.loss = loss
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto | None:
+        """Columns `old_log_probs` and `entropys`, fp32 `[b, R]`, under the current weights; 0 outside."""
+
+        def score(logits: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+            log_prob, entropy = self.log_probs(logits, micro_batch)
+            return {"old_log_probs": log_prob, "entropys": entropy}
+
+        return self.infer(data, score)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto, sizes: Sequence[Sequence[int]] | None = None) -> dict[str, float]:
+        """`epochs` passes over the batch; `sizes[dp_rank][k]` rows of a shard belong to mini-batch k.
+
+        Without `sizes` the whole batch is one mini-batch. Returns metrics over the whole batch, equal on
+        every rank: `actor/pg_loss`, `actor/pg_clipfrac`, ...
+        """
+        columns = ["response_mask", "old_log_probs", "advantages"]
+        columns += ["ref_log_prob"] if self.loss.kl_coef else []
+        results = self.train_mini_batches(data, sizes, self.loss.epochs, columns, self._loss_of)
+        metrics = combine_steps(results, self.model.groups.dp)
+        return {f"actor/{name}": value for name, value in metrics.items()}
+
+    def _loss_of(
+        self, mini_batch: DataProto
+    ) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:
+        loss, mode = self.loss, self.loss.loss_agg
+        denominators = loss_denominators(mini_batch.batch["response_mask"], mode, self.model.groups.dp)
+
+        def compute(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            c = micro_batch.columns
+            mask = c["response_mask"]
+            log_prob, entropy = self.log_probs(logits, micro_batch, entropy=True)
+            total, stats = policy_loss(
+                c["old_log_probs"],
+                log_prob,
+                c["advantages"],
+                mask,
+                denominators=denominators,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
+                dual_clip=loss.dual_clip,
+                loss_agg=mode,
+            )
+            entropy_mean = aggregate(entropy, mask, mode, denominators)
+            drift = ((log_prob.detach() - c["old_log_probs"]) * mask).abs().max()
+            stats = {
+                "pg_loss": total.detach(),
+                "entropy": entropy_mean.detach(),
+                "log_prob_diff_max": drift,
+                **stats,
+            }
+            if loss.entropy_coef:
+                total = total - loss.entropy_coef * entropy_mean
+            if loss.kl_coef:
+                kl_loss = aggregate(kl(log_prob, c["ref_log_prob"], loss.kl_kind), mask, mode, denominators)
+                total = total + loss.kl_coef * kl_loss
+                stats["kl_loss"] = kl_loss.detach()
+            return total, stats
+
+        return compute
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, one at a time; no rank holds more than one gathered
+        tensor.
+        """
+        model = self.model
+        yield from export_hf(model.module, model.shape, model.layout, model.groups)

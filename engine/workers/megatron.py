@@ -1,0 +1,149 @@
+"""What every Megatron role does on one rank: build its model, and run forward passes over a shard's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rolemesh.engine.dispatch import Dispatch, register
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.worker import Worker
+from rolemesh.kernels import log_prob_and_entropy
+from rolemesh.parallel.groups import make_groups
+from rolemesh.parallel.micro_batches import MicroBatch, micro_batches, response_index, unpack
+from rolemesh.parallel.model import ParallelModel, TrainResult
+from rolemesh.parallel.optim import OptimConfig
+from rolemesh.parallel.weights import save_hf
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What one Megatron role loads and how it runs.
+
+    `optim` is None for a role that only scores. `micro_batch_tokens` bounds rows x longest row of one
+    forward pass.
+    """
+
+    path: str
+    head: Literal["lm", "value"]
+    dtype: str = "float32"
+    optim: OptimConfig | None = None
+    micro_batch_tokens: int = 16384
+    new_head: bool = False
+    temperature: float = 1.0
+
+
+class MegatronWorker(Worker):
+    """One rank of one Megatron role. Construction is cheap; `init_model` loads the weights (a collective
+    call).
+    """
+
+    def __init__(self, spec: RoleSpec) -> None:
+        self.spec = spec
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> int:
+        """Build the model on this rank and read its weights. Returns this rank's number of parameters."""
+        self.model = ParallelModel(
+            self.spec.path,
+            self.layout,
+            make_groups(self.layout),
+            head=self.spec.head,
+            dtype=getattr(torch, self.spec.dtype),
+            device=self.device,
+            optim=self.spec.optim,
+            new_head=self.spec.new_head,
+        )
+        return sum(parameter.numel() for _, parameter in self.model.named_parameters())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, out_dir: str) -> None:
+        """Write the weights as a Hugging Face folder on a disk that the ranks share, each stage its own
+        shards.
+        """
+        model = self.model
+        save_hf(
+            model.module, model.shape, model.layout, model.groups, self.spec.path, out_dir, head=model.head
+        )
+
+    def cut(self, data: DataProto, columns: Sequence[str] = ()) -> list[MicroBatch]:
+        """The shard's rows, with `responses` and `columns`, packed within the token budget, on the device."""
+        parts = micro_batches(
+            data.batch["input_ids"],
+            data.batch["attention_mask"],
+            {name: data.batch[name] for name in ("responses", *columns)},
+            budget_tokens=self.spec.micro_batch_tokens,
+            multiple=self.model.width_multiple,
+        )
+        return [part.to(self.device) for part in parts]
+
+    def infer(
+        self, data: DataProto, fn: Callable[[Tensor, MicroBatch], dict[str, Tensor]]
+    ) -> DataProto | None:
+        """Run `fn(output, micro_batch)` on every row; its `[m, ...]` outputs come back in the shard's row
+        order.
+
+        None on ranks that hold no result: all but the last pipeline stage, and a replica whose shard is
+        empty.
+        """
+        if len(data) == 0:
+            return None
+        parts = self.cut(data)
+        outputs = self.model.infer(parts, fn)
+        return None if outputs is None else DataProto.from_dict(tensors=unpack(parts, outputs))
+
+    def train_mini_batches(
+        self,
+        data: DataProto,
+        sizes: Sequence[Sequence[int]] | None,
+        epochs: int,
+        columns: Sequence[str],
+        make_loss: Callable[[DataProto], Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]],
+    ) -> list[TrainResult]:
+        """One optimizer step per mini-batch and epoch; `sizes[dp_rank][k]` rows of this shard belong to
+        mini-batch k.
+
+        Without `sizes` the batch is one mini-batch. `make_loss(mini_batch)` is called on every rank first,
+        so it may all-reduce denominators over dp. A rank without rows in a mini-batch takes part with no
+        loss.
+        """
+        mine = [len(data)] if sizes is None else sizes[self.dp_rank]
+        if sum(mine) != len(data):
+            raise ValueError(
+                f"the shard has {len(data)} rows, the mini-batch sizes {list(mine)} need {sum(mine)}"
+            )
+        results = []
+        for _ in range(epochs):
+            start = 0
+            for size in mine:
+                mini_batch = data.slice(start, start + size)
+                start += size
+                results.append(self.model.train(self.cut(mini_batch, columns), make_loss(mini_batch)))
+        return results
+
+    def log_probs(
+        self, logits: Tensor, micro_batch: MicroBatch, *, entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities (and entropies) of the responses, fp32 `[m, R]`, 0 outside them.
+
+        `logits` is `[m, L, v / tp]`: only the positions that predict a response token are read.
+        """
+        index = response_index(micro_batch.attention_mask, micro_batch.columns["responses"].shape[1])
+        log_prob, ent = log_prob_and_entropy(
+            index.gather(logits),
+            index.labels(micro_batch.tokens),
+            temperature=self.spec.temperature,
+            entropy=entropy,
+            group=self.model.groups.tp if self.layout.tp > 1 else None,
+            vocab_size=self.model.shape.vocab,
+        )
+        return index.scatter(log_prob), None if ent is None else index.scatter(ent)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.layout.coords(self.rank).dp

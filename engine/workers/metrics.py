@@ -1,0 +1,50 @@
+"""Statistics of one call, made equal on every rank of a dp group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch.distributed as dist
+
+from rolemesh.parallel.model import TrainResult
+
+
+def combine_steps(results: Sequence[TrainResult], group: dist.ProcessGroup) -> dict[str, float]:
+    """One value per statistic over the optimizer steps of a call.
+
+    A micro-batch's statistic is already divided by the global denominator, so its sum over micro-batches
+    and dp ranks is the mini-batch's value, and the call's value is the mean over its steps. Names that end
+    in `_max` take the maximum instead. Earlier pipeline stages have no statistics and report only
+    `grad_norm` and `lr`.
+    """
+    n = len(results)
+    steps = [
+        {k: v.item() if k.endswith("_max") else v.item() / n for k, v in stats.items()}
+        for r in results
+        for stats in r.stats
+    ]
+    metrics = {
+        "grad_norm": sum(r.grad_norm for r in results) / n,
+        "lr": results[-1].lr,
+        "optimizer_steps": float(n),
+    }
+    return metrics | all_reduce_dict(merge(steps), group)
+
+
+def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sum each key over the parts that have it; the maximum for names ending in `_max`."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            else:
+                merged[name] = max(merged[name], value) if name.endswith("_max") else merged[name] + value
+    return merged
+
+
+def all_reduce_dict(local: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """`merge` over the ranks of the group; ranks may hold different keys, or none."""
+    parts: list[Mapping[str, float]] = [{}] * group.size()
+    dist.all_gather_object(parts, dict(local), group=group)
+    return merge(parts)

@@ -1,0 +1,67 @@
+"""Rewards: a scalar-head model on Megatron ranks, or a user's function on the CPU."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rolemesh.engine.dispatch import Dispatch, register
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.rewards.function import FunctionReward
+from rolemesh.engine.worker import Worker
+from rolemesh.engine.workers.megatron import MegatronWorker
+from rolemesh.parallel.micro_batches import MicroBatch, response_index
+
+
+class RewardWorker(MegatronWorker):
+    """Reward model on one rank: one score per sample, read at the sample's last token."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto | None:
+        """Column `rm_scores`, fp32 `[b, R]`: the score at the last response token, 0 elsewhere."""
+        return self.infer(
+            data, lambda output, micro_batch: {"rm_scores": last_token_scores(output, micro_batch)}
+        )
+
+
+def last_token_scores(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Scores `[m, L]` at each row's last token, put at its last response column, as fp32 `[m, R]`.
+
+    A row whose response is empty has no column to hold a score and stays 0.
+    """
+    m, width = micro_batch.columns["responses"].shape
+    index = response_index(micro_batch.attention_mask, width)
+    last = index.row.new_full((m,), -1).scatter_reduce(0, index.row, index.column, "amax")
+    rows = torch.nonzero(last >= 0).flatten()
+    scores = output.new_zeros((m, width), dtype=torch.float32)
+    scores[rows, last[rows]] = output[rows, micro_batch.lengths[rows] - 1].float()
+    return scores
+
+
+class FunctionRewardWorker(Worker):
+    """A user's function as the reward role; it needs no device. Arguments are those of `FunctionReward`."""
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str,
+        limit_s: float,
+        workers: int,
+        special_tokens: Literal["keep", "strip"],
+    ) -> None:
+        self.path, self.tokenizer = path, tokenizer
+        self.options = {"limit_s": limit_s, "workers": workers, "special_tokens": special_tokens}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the function in processes of its own; `tokenizer` is the actor's folder."""
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        self.reward = FunctionReward(self.path, tokenizer, **self.options)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_score(self, data: DataProto) -> DataProto:
+        """Column `rm_scores`, fp32 `[b, R]`: the function's score at the last response token, 0 elsewhere."""
+        return self.reward.score(data)

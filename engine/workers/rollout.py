@@ -1,0 +1,47 @@
+"""The rollout role with the built-in engine: each rank generates its share on a full copy of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rolemesh.engine.dispatch import Dispatch, register
+from rolemesh.engine.named_tensors import NamedTensors
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.rollout import HFRollout, SamplingOptions
+from rolemesh.engine.worker import Worker
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """Where the model's shape comes from, its type, and how to sample."""
+
+    path: str
+    dtype: str
+    max_params: int
+    sampling: SamplingOptions
+
+
+class RolloutWorker(Worker):
+    """Generation on one rank; its weights come from the actor, by `load_weights`, before the first use."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        self.spec = spec
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> int:
+        """Build the engine, without weights. Returns its number of parameters."""
+        spec = self.spec
+        self.engine = HFRollout(spec.path, self.device, spec.dtype, spec.max_params)
+        return self.engine.n_params
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, weights: NamedTensors) -> None:
+        """Take the actor's weights, all of them, one tensor at a time."""
+        self.engine.load_weights(weights)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto, greedy: bool = False) -> DataProto:
+        """One response per row: the columns that `HFRollout.generate` lists. `greedy` takes the likeliest
+        token.
+        """
+        return self.engine.generate(prompts, replace(self.spec.sampling, do_sample=not greedy))
