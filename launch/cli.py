@@ -67,11 +67,13 @@ def train(recipe_path: RecipePath, overrides: Overrides = None) -> int:
     print(report.text(), flush=True)
     if report.problems:
         return EXIT_BAD_RECIPE
+    if report.plan is None:
+        raise RecipeError("placement.pools: `where` chooses nodes of a running Ray cluster: give run.address")
     if moved := open_run_folder(recipe):
         print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
-    from rolemesh.engine.trainer import run_training
+    from rolemesh.launch.train import run_training
 
-    return run_training(recipe)
+    return run_training(recipe, report.plan)
 
 
 @main.command()

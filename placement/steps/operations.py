@@ -11,14 +11,14 @@ KlIn = Literal["reward", "loss"]
 
 TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
 SEQUENCES = TOKENS | {"responses", "response_mask"}
-INPUTS = TOKENS | {"uid", "raw_prompt", "data_source", "reward_model", "extra_info"}
+INPUTS = TOKENS | {"row_ids", "uid", "raw_prompt", "data_source", "reward_model", "extra_info"}
 
 GENERATE = Operation(
     "generate",
     role="rollout",
     kind="generate",
     method="generate_sequences",
-    reads=TOKENS,
+    reads=TOKENS | {"row_ids"},
     writes=SEQUENCES | {"prompts", "rollout_log_probs"},
     state_reads=frozenset({"rollout.weights"}),
 )
@@ -44,7 +44,7 @@ SYNC_WEIGHTS = Operation(
     "sync_weights",
     role="rollout",
     kind="transfer",
-    method="sync_weights",
+    method="load_weights",
     state_reads=frozenset({"actor.weights"}),
     state_writes=frozenset({"rollout.weights"}),
 )
@@ -71,8 +71,8 @@ def advantage(role: str, reads: frozenset[str], kl_in: KlIn | None) -> Operation
         kind="infer",
         method="compute_advantage",
         reads=reads
-        | {"rm_scores", "response_mask"}
-        | ({"old_log_probs", "ref_log_prob"} if kl_in == "reward" else set()),
+        | {"rm_scores", "response_mask", "attention_mask", "old_log_probs", "rollout_log_probs"}
+        | ({"ref_log_prob"} if kl_in == "reward" else set()),
         writes=frozenset({"token_level_scores", "token_level_rewards", "advantages", "returns"}),
     )
 

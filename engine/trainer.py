@@ -1,0 +1,173 @@
+"""The training loop: prompts in, one step graph after another, validation, exports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
+from rolemesh.engine.batch_ref import BatchRef
+from rolemesh.engine.controller import Controller, NoProgress, Progress, StepResult
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.run_log import RunLog
+from rolemesh.engine.workers.advantage import AdvantageSpec
+from rolemesh.engine.workers.mini_batches import MiniBatchPlan, plan_mini_batches
+from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """How many steps, what each holds, and what happens between them (units in the recipe's keys)."""
+
+    steps: int
+    samples_per_prompt: int
+    mini_batch_samples: int
+    seed: int
+    advantage: AdvantageSpec
+    validate_every: int = 0
+    save_every: int = 0
+    critic_warmup: int = 0
+    overlap: bool = True
+    timeout_s: float = 1800.0
+
+
+@dataclass
+class Trainer:
+    """Everything a run needs, put together: `groups[role]` are live worker groups whose models are loaded.
+
+    `store` puts a batch into the object store and returns its handle; `fetch` brings a handle's batch to
+    the driver.
+    """
+
+    spec: TrainerSpec
+    graph: StepGraph
+    groups: Mapping[str, Any]
+    prompts: Iterator[DataProto]
+    val_prompts: DataProto | None
+    tokenizer: PreTrainedTokenizerBase
+    kl: FixedKLController | AdaptiveKLController
+    store: Callable[[DataProto], BatchRef]
+    fetch: Callable[[BatchRef], DataProto]
+    log: RunLog
+    progress: Progress = field(default_factory=NoProgress)
+    on_step: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def fit(self) -> None:
+        """Train for `spec.steps` steps: validates before and after, exports the actor at the end."""
+        self._run(self.graph.select(["sync_weights"]), BatchRef({}, 0), 0)
+        self._report(0, self.validate(0))
+        for step in range(1, self.spec.steps + 1):
+            metrics = self.step(step)
+            last = step == self.spec.steps
+            if last or _due(step, self.spec.validate_every):
+                metrics |= self.validate(step)
+            self._report(step, metrics)
+            if not last and _due(step, self.spec.save_every):
+                self.export(step)
+        self.export(self.spec.steps)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step of the algorithm on the next prompts; returns its metrics."""
+        start = time.perf_counter()
+        batch = self.next_batch(step)
+        graph = self.graph
+        if step <= self.spec.critic_warmup:
+            graph = graph.select(
+                op.name for op in graph.operations if op.name not in ("update_actor", "sync_weights")
+            )
+        result = self._run(graph, self.store(batch), step)
+        metrics = result.metrics
+        if "actor/reward_kl_penalty" in metrics:
+            self.kl = self.kl.update(
+                current_kl=metrics["actor/reward_kl_penalty"], n_steps=result.batch.n_rows
+            )
+        seconds = time.perf_counter() - start
+        tokens = sum(result.batch.tokens or ())
+        metrics |= {f"timing_s/{name}": value for name, value in result.timing_s.items()}
+        return metrics | {
+            "timing_s/step": seconds,
+            "training/global_step": step,
+            "training/rows": result.batch.n_rows,
+            "perf/total_num_tokens": tokens,
+            "perf/throughput": tokens / seconds,
+        }
+
+    def next_batch(self, step: int) -> DataProto:
+        """The next prompts, each repeated `samples_per_prompt` times under one `uid`.
+
+        `row_ids` number the samples of the whole run: with the seed they decide what is drawn.
+        """
+        prompts = next(self.prompts)
+        prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))], dtype=object)
+        batch = prompts.repeat(self.spec.samples_per_prompt, interleave=True)
+        batch.batch["row_ids"] = torch.arange(len(batch)) + (step << 32)
+        return batch
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Greedy answers to the held-out prompts, scored by the run's reward; the run folder keeps them."""
+        if self.val_prompts is None:
+            return {}
+        graph = self.graph.select(["generate", "reward"])
+        result = self._run(graph, self.store(self.val_prompts), step, greedy=True)
+        data = self.fetch(result.batch.select(["prompts", "responses", "response_mask", "rm_scores"]))
+        scores = data.batch["rm_scores"].sum(-1).tolist()
+        rows = zip(self._texts(data), scores, strict=True)
+        self.log.save_samples(step, ({"prompt": p, "response": r, "score": s} for (p, r), s in rows))
+        lengths = data.batch["response_mask"].sum(-1).double()
+        return {"val/reward/mean": float(np.mean(scores)), "val/response_length/mean": lengths.mean().item()}
+
+    def export(self, step: int) -> None:
+        """Write the actor as a Hugging Face folder."""
+        self.groups["actor"].save_hf(self.log.export_dir(step, "actor"))
+
+    def _texts(self, data: DataProto) -> list[tuple[str, str]]:
+        special = set(self.tokenizer.all_special_ids)
+        prompts = [[t for t in row if t not in special] for row in data.batch["prompts"].tolist()]
+        responses = [
+            row[: int(mask)]
+            for row, mask in zip(
+                data.batch["responses"].tolist(), data.batch["response_mask"].sum(-1), strict=True
+            )
+        ]
+        return list(
+            zip(map(self.tokenizer.decode, prompts), map(self.tokenizer.decode, responses), strict=True)
+        )
+
+    def _run(self, graph: StepGraph, batch: BatchRef, step: int, *, greedy: bool = False) -> StepResult:
+        controller = Controller(
+            graph,
+            self.groups,
+            timeline=self.timeline,
+            overlap=self.spec.overlap,
+            timeout_s=self.spec.timeout_s,
+            progress=self.progress,
+        )
+        arguments = {
+            "generate": lambda _: {"greedy": greedy},
+            "advantage": lambda _: {"spec": self.spec.advantage, "kl_coef": self.kl.value},
+            "update_actor": lambda ref: self._mini_batches(ref, self.groups["actor"].layout),
+            "update_critic": lambda ref: self._mini_batches(ref, self.groups["critic"].layout),
+        }
+        return controller.run(batch, arguments, step=step)
+
+    def _mini_batches(self, batch: BatchRef, layout: Layout) -> dict[str, Any]:
+        plan: MiniBatchPlan = plan_mini_batches(batch.tokens or (), self.spec.mini_batch_samples, layout.dp)
+        return {"rows": plan.rows, "sizes": plan.sizes}
+
+    def _report(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.log.metrics(step, metrics)
+        self.log.save_timeline(self.timeline)
+        self.on_step(step, metrics)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

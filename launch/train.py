@@ -1,0 +1,211 @@
+"""`rolemesh train`: from a checked recipe to pools, worker groups and the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rolemesh.engine.data.loader import PromptLoader
+from rolemesh.engine.data.prompts import PromptDataset
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.ray.blocks import fetch_batch, put_batch
+from rolemesh.engine.ray.cluster import joined_cluster, local_cluster
+from rolemesh.engine.ray.pools import ResourcePool, create_pools
+from rolemesh.engine.ray.process_pool import ProcessPool
+from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.run_log import RunLog
+from rolemesh.engine.trainer import Trainer
+from rolemesh.engine.workers.actor import ActorWorker
+from rolemesh.engine.workers.critic import CriticWorker
+from rolemesh.engine.workers.reference import RefWorker
+from rolemesh.engine.workers.reward import FunctionRewardWorker, RewardWorker
+from rolemesh.engine.workers.rollout import RolloutSpec, RolloutWorker
+from rolemesh.launch import assemble
+from rolemesh.launch.checkpoints import read_checkpoint
+from rolemesh.launch.plan import plan_on
+from rolemesh.launch.progress import Progress
+from rolemesh.launch.schema import Recipe
+from rolemesh.placement.cluster import ClusterSpec
+from rolemesh.placement.plan import PlacementPlan
+
+SHOWN = ("critic/score/mean", "val/reward/mean", "actor/pg_loss", "critic/vf_loss", "response_length/mean")
+
+
+def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
+    """Train as the recipe says; `checked` is the plan of its pre-flight check, whose devices a local
+    cluster gets.
+
+    The run folder exists. Returns the exit code 0; whatever fails raises, after every process of the run is
+    ended.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
+    train, val = load_prompts(recipe, tokenizer)
+    loader = PromptLoader(train, recipe.batch.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+    steps = recipe.run.steps if recipe.run.steps is not None else recipe.run.epochs * len(loader)
+    with _cluster(recipe, checked) as cluster:
+        plan = plan_on(recipe, cluster, _shapes(recipe))
+        log = RunLog(recipe.run.dir)
+        (log.path / "plan.yaml").write_text(plan.to_yaml())
+        with Progress(steps) as progress, _worker_groups(recipe, plan, steps, tokenizer, progress) as groups:
+            Trainer(
+                spec=assemble.trainer_spec(recipe, steps),
+                graph=assemble.graph_of(recipe),
+                groups=groups,
+                prompts=itertools.chain.from_iterable(itertools.repeat(loader)),
+                val_prompts=val,
+                tokenizer=tokenizer,
+                kl=assemble.kl_controller(recipe),
+                store=lambda batch: put_batch(batch, {group.layout.dp for group in groups.values()}),
+                fetch=fetch_batch,
+                log=log,
+                progress=progress,
+                on_step=lambda step, metrics: progress.end_step(step_line(step, steps, metrics)),
+            ).fit()
+            progress.write(f"actor exported to {log.export_dir(steps, 'actor')} (a Hugging Face folder)")
+    return 0
+
+
+def load_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptDataset, DataProto | None]:
+    """Training prompts, and the held-out ones as one batch (None without `data.val_files`)."""
+    data = recipe.data
+    options = {
+        "prompt_key": data.prompt_key,
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "overlong": data.overlong,
+    }
+    train = PromptDataset(data.train_files, tokenizer, **options)
+    if not data.val_files:
+        return train, None
+    val = PromptDataset(data.val_files, tokenizer, **options)
+    return train, val.collate(range(min(len(val), data.val_prompts or len(val))))
+
+
+def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token id that ends a response: those of the folder's generation settings and config, and the
+    tokenizer's.
+
+    Raises ValueError when there is none: no response would end before the limit.
+    """
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found |= set(ids) if isinstance(ids, list) else {ids}
+    if not (known := sorted(found - {None})):
+        raise ValueError(f"{path} names no end token (eos_token_id): no response could end")
+    return tuple(known)
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+    """One line of figures for a person; the run folder's metrics.jsonl has all of them."""
+    seconds = f" {metrics['timing_s/step']:.1f} s" if "timing_s/step" in metrics else ""
+    figures = " ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
+    return f"step {step}/{steps}{seconds} {figures}"
+
+
+@contextlib.contextmanager
+def _cluster(recipe: Recipe, checked: PlacementPlan) -> Iterator[ClusterSpec]:
+    if recipe.run.address is not None:
+        with joined_cluster(recipe.run.address) as cluster:
+            yield cluster
+        return
+    idle = sum(checked.idle.values())
+    on_cpu = checked.pools[0].device_kind == "cpu"
+    with local_cluster(checked.n_devices + idle if on_cpu else 0, temp_dir=recipe.run.temp_dir) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def _worker_groups(
+    recipe: Recipe, plan: PlacementPlan, steps: int, tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> Iterator[dict[str, RayWorkerGroup]]:
+    """Every role's worker group with its model loaded; their processes are ended with the block."""
+    limits = {"fetch_timeout_s": recipe.run.timeout_s}
+    pools = {
+        pool.name: ResourcePool(
+            pool.process_on_nodes,
+            name_prefix=pool.name,
+            device=pool.device_kind,
+            where=pool.where,
+            collective_timeout_s=recipe.run.timeout_s,
+            **limits,
+        )
+        for pool in plan.pools
+    }
+    beside = ProcessPool("reward_function", **limits)
+    try:
+        create_pools(list(pools.values()), report=progress.write)
+        with ThreadPoolExecutor(len(pools)) as starting:
+            list(starting.map(ResourcePool.hosts, pools.values()))
+        groups = {
+            role: RayWorkerGroup(
+                pools[plan.pool_of(role).name],
+                _worker(recipe, role, steps, tokenizer),
+                layout=plan.layout_of(role),
+                role=role,
+                timeout_s=recipe.run.timeout_s,
+            )
+            for role in plan.roles
+        }
+        if recipe.reward.kind == "function":
+            groups["reward"] = RayWorkerGroup(
+                beside,
+                _worker(recipe, "reward", steps, tokenizer),
+                role="reward",
+                timeout_s=recipe.run.timeout_s,
+            )
+        loading = [group.init_model(blocking=False) for group in groups.values()]
+        for future in loading:
+            future.get()
+        yield groups
+    finally:
+        for pool in [*pools.values(), beside]:
+            pool.shutdown()
+
+
+def _worker(
+    recipe: Recipe, role: str, steps: int, tokenizer: PreTrainedTokenizerBase
+) -> RayClassWithInitArgs:
+    """The worker class of a role and what its constructor takes."""
+    if role == "rollout":
+        rollout = recipe.rollout
+        sampling = SamplingOptions(
+            max_response_tokens=recipe.lengths.max_response_tokens,
+            eos_ids=end_tokens(recipe.actor.path, tokenizer),
+            pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            seed=recipe.run.seed,
+        )
+        spec = RolloutSpec(recipe.actor.path, recipe.actor.dtype, rollout.max_params, sampling)
+        return RayClassWithInitArgs(RolloutWorker, spec)
+    if role == "reward" and recipe.reward.kind == "function":
+        reward = recipe.reward
+        return RayClassWithInitArgs(
+            FunctionRewardWorker,
+            reward.path,
+            tokenizer=recipe.actor.path,
+            limit_s=reward.limit_s,
+            workers=reward.workers,
+            special_tokens=reward.special_tokens,
+        )
+    spec = assemble.role_spec(recipe, role, steps)
+    if role == "actor":
+        return RayClassWithInitArgs(ActorWorker, spec, assemble.policy_loss(recipe))
+    if role == "critic":
+        return RayClassWithInitArgs(CriticWorker, spec, assemble.value_loss(recipe))
+    return RayClassWithInitArgs({"ref": RefWorker, "reward": RewardWorker}[role], spec)
+
+
+def _shapes(recipe: Recipe) -> dict[str, object]:
+    return {r: read_checkpoint(getattr(recipe, r).path).shape for r in recipe.roles if r != "rollout"}
