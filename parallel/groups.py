@@ -14,8 +14,7 @@ def make_groups(layout: Layout, *, timeout_s: float = 1800) -> ProcessGroupColle
     """Create the groups of `layout` over the default torch world; every rank of it must call.
 
     Groups of the same ranks are one group. A collective on them fails after `timeout_s` seconds.
-    Raises LayoutError when the world has another size than the layout, or for an axis that is not
-    supported yet.
+    Raises LayoutError when the world has another size than the layout.
     """
     if layout.world != dist.get_world_size():
         raise LayoutError(
@@ -24,7 +23,7 @@ def make_groups(layout: Layout, *, timeout_s: float = 1800) -> ProcessGroupColle
     rank = dist.get_rank()
     made = {tuple(range(layout.world)): dist.group.WORLD}
 
-    def create(partition: list[list[int]]) -> dist.ProcessGroup:
+    def create(partition: list[list[int]]) -> dist.ProcessGroup | None:
         for ranks in partition:  # also those without this rank: creating a group is collective
             if tuple(ranks) not in made:
                 made[tuple(ranks)] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))

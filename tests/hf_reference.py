@@ -75,7 +75,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def norm(gradients: dict[str, Tensor]) -> float:
     """Euclidean norm over all of them."""
-    return float(torch.cat([gradient.flatten() for gradient in gradients.values()]).norm())
+    return float(torch.cat([gradient.flatten().double() for gradient in gradients.values()]).norm())
 
 
 def adamw_step(

@@ -69,7 +69,9 @@ def run_all(rank: int, world: int, path: Path, layout: Layout) -> dict[str, Any]
 
 def largest_gap(found: dict[str, torch.Tensor], expected: torch.nn.Module) -> float:
     """Largest difference of any parameter; the names must be the same ones."""
-    wanted = dict(expected.named_parameters())
+    wanted = expected.state_dict()
+    if expected.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]  # the same matrix under its second name
     assert found.keys() == wanted.keys()
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
@@ -78,7 +80,7 @@ def largest_gap(found: dict[str, torch.Tensor], expected: torch.nn.Module) -> fl
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_logits_log_probs_gradients_and_a_step_equal_hugging_face(
-    family: str, tied: bool, layout: Layout, checkpoint: Any, record_property: Any
+    family: str, tied: bool, layout: Layout, checkpoint: Any
 ):
     path = checkpoint(family, tied)
     ranks = run_ranks(run_all, layout.world, path, layout)
@@ -104,6 +106,6 @@ def test_logits_log_probs_gradients_and_a_step_equal_hugging_face(
         found = {name: tensor for rank in ranks for name, tensor in rank[kind].items()}
         gaps[kind] = largest_gap(found, reference)
 
-    record_property("gaps", gaps)
+    print(gaps)  # what is reached: pytest -s
     assert {row for rank in ranks for row, _ in rank["logits"]} == set(range(5))
     assert max(gaps.values()) <= 1e-4, gaps

@@ -103,6 +103,16 @@ def test_a_replica_without_rows_takes_part_and_changes_nothing(path: Path):
     same(losses_and_norms(run_ranks(update, 4)), losses_and_norms(expected))
 
 
+def test_rows_of_padding_add_nothing_to_loss_and_gradient(path: Path):
+    batch = random_batch(12)
+    batch.attention_mask[10:] = 0
+
+    def update(rank: int, world: int, n_rows: int) -> list[TrainResult]:
+        return [train_policy(build(path, Layout(), optim=OPTIM), batch, list(range(n_rows)), size=4)]
+
+    same(losses_and_norms(run_ranks(update, 1, 12)), losses_and_norms(run_ranks(update, 1, 10)))
+
+
 def test_146_rows_in_micro_batches_of_4_have_the_log_probs_of_a_single_batch(path: Path):
     batch = random_batch(146)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolemesh.parallel.optim import OptimConfig
+from rolemesh.parallel.weights import CheckpointError
 from rolemesh.placement.layout import Layout
 
 pytestmark = pytest.mark.full
@@ -180,6 +181,24 @@ def test_value_head_equals_transformers_and_learns_alike(tmp_path: Path, layout:
     )
 
 
+def test_a_critic_starts_from_a_language_model_only_when_asked_and_values_everything_0(tmp_path: Path):
+    path = tiny_checkpoint(tmp_path, "qwen2", tied=True)
+
+    def values(rank: int, world: int) -> tuple[Tensor, Tensor]:
+        with pytest.raises(CheckpointError, match="no value head"):
+            build(path, Layout(), head="value")
+        model = build(path, Layout(), head="value", new_head=True, optim=OPTIM)
+        parts = cut(model, BATCH, [0, 1], size=2)
+        at_first = model.infer(parts, lambda output, _: {"values": output})[0]["values"]
+        model.train(parts, lambda output, _: (output.sum(), {}))
+        later = model.infer(parts, lambda output, _: {"values": output})[0]["values"]
+        return at_first, later
+
+    at_first, later = run_ranks(values, 1)[0]
+    assert (at_first == 0).all()
+    assert (later < 0).all()
+
+
 def sum_of_squares(values: Tensor, lengths: Tensor) -> Tensor:
     return (values.square() * (torch.arange(values.shape[1]) < lengths[:, None])).sum()
 
@@ -200,6 +219,26 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_schedule_alone(tmp_pat
         assert after.lr == result.lr == pytest.approx(1e-4)
 
     run_ranks(poisoned, 2)
+
+
+def test_loading_again_also_replaces_the_optimizers_fp32_weights(tmp_path: Path):
+    path = tiny_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+
+    def reload(rank: int, world: int) -> None:
+        model = build(
+            path,
+            Layout(dp=2),
+            dtype=torch.bfloat16,
+            optim=OptimConfig(lr=0.1, total_steps=1, schedule="linear"),
+        )
+        loaded = exported(model)
+        train_policy(model, BATCH)
+        assert rank == 1 or not torch.equal(loaded["lm_head.weight"], exported(model)["lm_head.weight"])
+        model.load(path)
+        train_policy(model, BATCH)  # the schedule is over: a learning rate of 0 writes the fp32 weights back
+        torch.testing.assert_close(exported(model), loaded, rtol=0, atol=0)
+
+    run_ranks(reload, 2)
 
 
 def test_log_probs_of_the_same_batch_are_the_same_bits_before_any_update(tmp_path: Path):
