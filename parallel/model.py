@@ -24,8 +24,8 @@ from rolemesh.parallel.config import transformer_config
 from rolemesh.parallel.micro_batches import MicroBatch
 from rolemesh.parallel.optim import OptimConfig, Optimizer
 from rolemesh.parallel.process_state import prepare_process
-from rolemesh.parallel.stage import Head, build_stage
-from rolemesh.parallel.weights import load_hf
+from rolemesh.parallel.stage import build_stage
+from rolemesh.parallel.weights import Head, load_hf
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
 

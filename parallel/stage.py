@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rolemesh.parallel.spec import block_spec
+from rolemesh.parallel.weights import Head
 from rolemesh.placement.model import ModelShape, padded_vocab, stage_layers
-
-Head = Literal["lm", "value"]
 
 
 class ValueHead(nn.Module):
