@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
 from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
+from rolemesh.engine.rollout import SamplingOptions
 from rolemesh.engine.trainer import TrainerSpec
 from rolemesh.engine.workers.actor import PolicyLoss
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.critic import ValueLoss
 from rolemesh.engine.workers.megatron import RoleSpec
+from rolemesh.engine.workers.rollout import RolloutSpec
 from rolemesh.launch.roles import Actor, Critic, Optim, Ref, Reward
 from rolemesh.launch.schema import Recipe
 from rolemesh.parallel.optim import OptimConfig
@@ -78,6 +85,37 @@ def value_loss(recipe: Recipe) -> ValueLoss:
     """The critic's objective."""
     algorithm = recipe.algorithm
     return ValueLoss(value_clip=algorithm.value_clip, loss_agg=algorithm.loss_agg, epochs=recipe.batch.epochs)
+
+
+def rollout_spec(recipe: Recipe) -> RolloutSpec:
+    """The rollout engine's model and how it samples; reads the actor's tokenizer for end and padding."""
+    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
+    rollout = recipe.rollout
+    sampling = SamplingOptions(
+        max_response_tokens=recipe.lengths.max_response_tokens,
+        eos_ids=end_tokens(recipe.actor.path, tokenizer.eos_token_id),
+        pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        seed=recipe.run.seed,
+    )
+    return RolloutSpec(recipe.actor.path, recipe.actor.dtype, rollout.max_params, sampling)
+
+
+def end_tokens(path: str, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Every id that ends a response: the folder's generation settings' and config's, and the tokenizer's.
+
+    Raises ValueError when there is none: every response would be as long as allowed.
+    """
+    found = {tokenizer_eos}
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found |= set(ids) if isinstance(ids, list) else {ids}
+    if not (known := sorted(i for i in found if i is not None)):
+        raise ValueError(f"{path} names no end token (eos_token_id): no response could end")
+    return tuple(known)
 
 
 def advantage_spec(recipe: Recipe) -> AdvantageSpec:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -19,14 +17,13 @@ from rolemesh.engine.ray.cluster import joined_cluster, local_cluster
 from rolemesh.engine.ray.pools import ResourcePool, create_pools
 from rolemesh.engine.ray.process_pool import ProcessPool
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
-from rolemesh.engine.rollout import SamplingOptions
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.trainer import Trainer
 from rolemesh.engine.workers.actor import ActorWorker
 from rolemesh.engine.workers.critic import CriticWorker
 from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.engine.workers.reward import FunctionRewardWorker, RewardWorker
-from rolemesh.engine.workers.rollout import RolloutSpec, RolloutWorker
+from rolemesh.engine.workers.rollout import RolloutWorker
 from rolemesh.launch import assemble
 from rolemesh.launch.checkpoints import read_checkpoint
 from rolemesh.launch.plan import plan_on
@@ -53,7 +50,7 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
         plan = plan_on(recipe, cluster, _shapes(recipe))
         log = RunLog(recipe.run.dir)
         (log.path / "plan.yaml").write_text(plan.to_yaml())
-        with Progress(steps) as progress, _worker_groups(recipe, plan, steps, tokenizer, progress) as groups:
+        with Progress(steps) as progress, _worker_groups(recipe, plan, steps, progress) as groups:
             Trainer(
                 spec=assemble.trainer_spec(recipe, steps),
                 graph=assemble.graph_of(recipe),
@@ -89,22 +86,6 @@ def load_prompts(
     return train, val.collate(range(min(len(val), data.val_prompts or len(val))))
 
 
-def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token id that ends a response: those of the folder's generation settings and config, and the
-    tokenizer's.
-
-    Raises ValueError when there is none: no response would end before the limit.
-    """
-    found = {tokenizer.eos_token_id}
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
-        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        found |= set(ids) if isinstance(ids, list) else {ids}
-    if not (known := sorted(found - {None})):
-        raise ValueError(f"{path} names no end token (eos_token_id): no response could end")
-    return tuple(known)
-
-
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """One line of figures for a person; the run folder's metrics.jsonl has all of them."""
     seconds = f" {metrics['timing_s/step']:.1f} s" if "timing_s/step" in metrics else ""
@@ -126,7 +107,7 @@ def _cluster(recipe: Recipe, checked: PlacementPlan) -> Iterator[ClusterSpec]:
 
 @contextlib.contextmanager
 def _worker_groups(
-    recipe: Recipe, plan: PlacementPlan, steps: int, tokenizer: PreTrainedTokenizerBase, progress: Progress
+    recipe: Recipe, plan: PlacementPlan, steps: int, progress: Progress
 ) -> Iterator[dict[str, RayWorkerGroup]]:
     """Every role's worker group with its model loaded; their processes are ended with the block."""
     limits = {"fetch_timeout_s": recipe.run.timeout_s}
@@ -143,13 +124,15 @@ def _worker_groups(
     }
     beside = ProcessPool("reward_function", **limits)
     try:
+        progress.start("start workers")
         create_pools(list(pools.values()), report=progress.write)
         with ThreadPoolExecutor(len(pools)) as starting:
             list(starting.map(ResourcePool.hosts, pools.values()))
+        progress.end("start workers")
         groups = {
             role: RayWorkerGroup(
                 pools[plan.pool_of(role).name],
-                _worker(recipe, role, steps, tokenizer),
+                _worker(recipe, role, steps),
                 layout=plan.layout_of(role),
                 role=role,
                 timeout_s=recipe.run.timeout_s,
@@ -159,36 +142,24 @@ def _worker_groups(
         if recipe.reward.kind == "function":
             groups["reward"] = RayWorkerGroup(
                 beside,
-                _worker(recipe, "reward", steps, tokenizer),
+                _worker(recipe, "reward", steps),
                 role="reward",
                 timeout_s=recipe.run.timeout_s,
             )
-        loading = [group.init_model(blocking=False) for group in groups.values()]
-        for future in loading:
+        progress.start("load models")
+        for future in [group.init_model(blocking=False) for group in groups.values()]:
             future.get()
+        progress.end("load models")
         yield groups
     finally:
         for pool in [*pools.values(), beside]:
             pool.shutdown()
 
 
-def _worker(
-    recipe: Recipe, role: str, steps: int, tokenizer: PreTrainedTokenizerBase
-) -> RayClassWithInitArgs:
+def _worker(recipe: Recipe, role: str, steps: int) -> RayClassWithInitArgs:
     """The worker class of a role and what its constructor takes."""
     if role == "rollout":
-        rollout = recipe.rollout
-        sampling = SamplingOptions(
-            max_response_tokens=recipe.lengths.max_response_tokens,
-            eos_ids=end_tokens(recipe.actor.path, tokenizer),
-            pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            seed=recipe.run.seed,
-        )
-        spec = RolloutSpec(recipe.actor.path, recipe.actor.dtype, rollout.max_params, sampling)
-        return RayClassWithInitArgs(RolloutWorker, spec)
+        return RayClassWithInitArgs(RolloutWorker, assemble.rollout_spec(recipe))
     if role == "reward" and recipe.reward.kind == "function":
         reward = recipe.reward
         return RayClassWithInitArgs(

@@ -1,0 +1,5 @@
+"""`python -m rolemesh.launch`: the command line without the console script."""
+
+from rolemesh.launch.cli import main
+
+main()
