@@ -24,7 +24,8 @@ from rolemesh.launch.fields import Key, RecipeError, Section, declared, members,
 from rolemesh.launch.roles import Actor, Critic, Ref, Reward
 from rolemesh.launch.rules import check_across, useless_keys
 from rolemesh.launch.schema import Recipe
-from rolemesh.launch.suggest import leaves, nearest, unknown_key
+from rolemesh.launch.suggest import leaves, unknown_key
+from rolemesh.placement.hints import did_you_mean
 
 Tree = dict[str, Any]
 S = TypeVar("S", bound=Section)
@@ -48,7 +49,10 @@ def parse_recipe(
 ) -> Recipe:
     """`load_recipe` for text that stands in `folder`."""
     try:
-        trees = [(yaml.safe_load(text) or {}, folder)]
+        written = yaml.safe_load(text) or {}
+        if not isinstance(written, Mapping):
+            raise RecipeError(f"the recipe is {written!r}, but must be a mapping of keys")
+        trees = [(written, folder)]
         trees += [(_override(item), Path.cwd()) for item in overrides]
         merged = OmegaConf.merge(*(OmegaConf.create(_normal(Recipe, tree, base)) for tree, base in trees))
         tree = OmegaConf.to_container(merged, resolve=True)
@@ -212,8 +216,9 @@ def _value(hint: Any, value: Any, path: str, later: Mapping[Any, str]) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         if value not in args or isinstance(value, bool):
+            choices = [str(arg) for arg in args]
             raise RecipeError(
-                f"{path} is {value!r}, but must be {' or '.join(map(str, args))}{nearest(value, args)}"
+                f"{path} is {value!r}, but must be {' or '.join(choices)}{did_you_mean(value, choices)}"
             )
         return value
     if origin is tuple:

@@ -6,6 +6,8 @@ from fractions import Fraction
 
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.schema import Recipe
+from rolemesh.placement.pools import PlacementError
+from rolemesh.placement.strategies import check_roles
 
 ROLLOUT_AXES = ("tp", "pp", "cp", "ep", "etp", "vpp", "sequence_parallel")
 
@@ -71,22 +73,15 @@ def _check_pools(recipe: Recipe) -> None:
     pools = recipe.placement.pools
     if not pools:
         return
-    where = {role: [name for name, pool in pools.items() if role in pool.roles] for role in recipe.roles}
-    for role, names in where.items():
-        if not names:
-            raise RecipeError(f"role {role} is in no pool: add it to the roles of {' or '.join(pools)}")
-        if len(names) > 1:
-            raise RecipeError(f"role {role} is in pools {' and '.join(names)}: a role has one pool")
-    for name, pool in pools.items():
-        if extra := [role for role in pool.roles if role not in recipe.roles]:
-            raise RecipeError(
-                f"placement.pools.{name}.roles names {extra[0]}, but this recipe has no such model "
-                f"(it has {', '.join(recipe.roles)})"
-            )
-    if where["rollout"] != where["actor"]:
+    try:
+        check_roles({name: pool.roles for name, pool in pools.items()}, recipe.roles)
+    except PlacementError as error:
+        raise RecipeError(f"placement.pools: {error}") from None
+    of = {role: name for name, pool in pools.items() for role in pool.roles}
+    if of["rollout"] != of["actor"]:
         raise RecipeError(
-            f"rollout is in pool {where['rollout'][0]} and actor in {where['actor'][0]}, but rollout.engine "
-            "hf reads the actor's weights in its process: put both in one pool"
+            f"rollout is in pool {of['rollout']} and actor in {of['actor']}, but rollout.engine hf reads the "
+            "actor's weights in its process: put both in one pool"
         )
     shares = sum((pool.share for pool in pools.values() if pool.share), Fraction(0))
     if shares > 1:

@@ -20,12 +20,6 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def nearest(value: object, known: Sequence[object]) -> str:
-    """`; did you mean ...?`, or nothing when no known value is near."""
-    found = difflib.get_close_matches(str(value), [str(k) for k in known], n=1)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 def unknown_key(path: str, value: Any, siblings: Sequence[str]) -> str:
     """Message for the unknown dotted key `path` (or mapping of keys, as `value` tells).
 

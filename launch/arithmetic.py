@@ -1,0 +1,64 @@
+"""The batch arithmetic of a recipe in words."""
+
+from __future__ import annotations
+
+import math
+
+from rolemesh.launch.schema import Recipe
+from rolemesh.placement.plan import PlacementPlan
+
+
+def steps_per_epoch(recipe: Recipe, rows: int) -> int:
+    """Whole batches in `rows` training prompts."""
+    return rows // recipe.batch.prompts
+
+
+def total_steps(recipe: Recipe, rows: int) -> int:
+    """Steps of the run: `run.steps`, or as many as `run.epochs` over `rows` prompts make."""
+    if recipe.run.steps is not None:
+        return recipe.run.steps
+    return recipe.run.epochs * steps_per_epoch(recipe, rows)
+
+
+def epoch_line(recipe: Recipe, rows: int) -> str:
+    """Prompts, steps per epoch, prompts left over, steps of the run."""
+    per_epoch, prompts = steps_per_epoch(recipe, rows), recipe.batch.prompts
+    left = rows - per_epoch * prompts
+    over = f", {left} prompts left over" if left else ""
+    return (
+        f"data: {rows} prompts / {prompts} per step = {per_epoch} steps per epoch{over}; "
+        f"{total_steps(recipe, rows)} steps in all"
+    )
+
+
+def batch_lines(recipe: Recipe, plan: PlacementPlan) -> list[str]:
+    """Samples, mini-batches and updates of one step, and micro-batches per rank of each model."""
+    batch = recipe.batch
+    whole, rest = divmod(batch.samples, batch.mini_batch)
+    minis = f"{whole} of {batch.mini_batch}" + (f" and 1 of {rest}" if rest else "") + " samples"
+    updates = (whole + bool(rest)) * batch.epochs
+    lines = [
+        f"batch: {batch.prompts} prompts x {batch.samples_per_prompt} = {batch.samples} samples per step",
+        f"mini-batches: {minis}; x {batch.epochs} epochs = {updates} updates per step",
+    ]
+    if updates == 1:
+        lines.append("one update per batch: on-policy, the ratio is 1 by design and clipping never acts")
+    for role in recipe.roles:
+        if role != "rollout":
+            lines.append(_micro_batches(recipe, role, plan.layout_of(role).dp))
+    return lines
+
+
+def _micro_batches(recipe: Recipe, role: str, dp: int) -> str:
+    trained = role in ("actor", "critic")
+    samples = recipe.batch.mini_batch if trained else recipe.batch.samples
+    per_rank = math.ceil(samples / dp)
+    budget = getattr(recipe, role).micro_batch_tokens
+    prompt, response = recipe.data.max_prompt_tokens, recipe.lengths.max_response_tokens
+    most = math.ceil(per_rank / max(1, budget // (prompt + response)))
+    text = f"{role}: dp {dp}, {per_rank} samples per rank and {'mini-batch' if trained else 'step'}, "
+    text += f"at most {most} micro-batches of {budget} tokens"
+    if recipe.lengths.expect is not None:
+        expected = math.ceil(per_rank * (prompt + recipe.lengths.expect.mean) / budget)
+        text += f" (about {min(expected, most)} at the expected lengths and full prompts)"
+    return text

@@ -1,0 +1,229 @@
+"""What can be known about a run before anything starts: files, models, placement, batch arithmetic."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rolemesh.launch.arithmetic import batch_lines, epoch_line
+from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
+from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.live_cluster import live_cluster
+from rolemesh.launch.plan import expected_cluster, plan_on
+from rolemesh.launch.schema import Recipe
+from rolemesh.placement.cluster import ClusterSpec, DeviceKind
+from rolemesh.placement.layout import LayoutError
+from rolemesh.placement.plan import PlacementPlan
+from rolemesh.placement.pools import PlacementError
+
+
+@dataclass
+class CheckReport:
+    """Lines for the user; the run can start when there are no problems."""
+
+    lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    plan: PlacementPlan | None = None
+
+    def text(self) -> str:
+        said = [f"note: {note}" for note in self.notes] + [f"problem: {problem}" for problem in self.problems]
+        verdict = f"{len(self.problems)} problems" if self.problems else "ok"
+        return "\n".join([*self.lines, *said, verdict])
+
+
+def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
+    """Everything that is wrong with the recipe, as many problems as can be told at once.
+
+    `offline` leaves the live machine (or the Ray cluster at `run.address`) out: only what the recipe
+    says about its cluster counts.
+    """
+    report = CheckReport()
+    report.problems += [*_files(recipe), *_reward_function(recipe)]
+    if not report.problems:
+        _check_prompts(recipe, report)
+    checkpoints = _read_models(recipe, report)
+    report.problems += [*_heads(recipe, checkpoints), *_lengths(recipe, checkpoints)]
+    report.problems += [*_vocabularies(checkpoints)]
+    try:
+        report.plan = _plan(recipe, checkpoints, offline, report)
+    except (RecipeError, PlacementError, LayoutError) as error:
+        report.problems.append(f"placement: {error}")
+    if report.plan is not None:
+        report.lines += report.plan.summary()
+        report.lines += batch_lines(recipe, report.plan)
+    return report
+
+
+def _files(recipe: Recipe) -> Iterator[str]:
+    for name in ("train_files", "val_files"):
+        for path in getattr(recipe.data, name):
+            if not Path(path).is_file():
+                yield f"data.{name}: no file {path}"
+            elif Path(path).suffix not in (".jsonl", ".parquet"):
+                yield f"data.{name}: {path} is neither .jsonl nor .parquet"
+
+
+def _reward_function(recipe: Recipe) -> Iterator[str]:
+    if recipe.reward.kind != "function":
+        return
+    path, _, name = recipe.reward.path.rpartition(":")
+    if not Path(path).is_file():
+        yield f"reward.path: no file {path}"
+        return
+    try:
+        body = ast.parse(Path(path).read_text()).body
+    except SyntaxError as error:
+        yield f"reward.path: {path} line {error.lineno}: {error.msg}"
+        return
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    imported = [a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names]
+    if name not in functions + imported:
+        yield f"reward.path: {path} has no function {name} (it has {', '.join(functions) or 'none'})"
+
+
+def _check_prompts(recipe: Recipe, report: CheckReport) -> None:
+    counts = {}
+    for name in ("train_files", "val_files"):
+        counts[name] = 0
+        for path in getattr(recipe.data, name):
+            columns, rows = _columns_and_rows(Path(path))
+            counts[name] += rows
+            if recipe.data.prompt_key not in columns:
+                report.problems.append(
+                    f"data.prompt_key is {recipe.data.prompt_key}, but {path} has "
+                    f"{', '.join(columns) or 'no rows'}"
+                )
+    if counts["train_files"] < recipe.batch.prompts:
+        report.problems.append(
+            f"data.train_files hold {counts['train_files']} prompts, fewer than batch.prompts "
+            f"({recipe.batch.prompts}): lower it"
+        )
+    else:
+        report.lines.append(epoch_line(recipe, counts["train_files"]))
+
+
+def _columns_and_rows(path: Path) -> tuple[list[str], int]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return list(file.schema_arrow.names), file.metadata.num_rows
+    with path.open() as lines:
+        first = next((line for line in lines if line.strip()), None)
+        rows = (first is not None) + sum(1 for line in lines if line.strip())
+    return (list(json.loads(first)) if first else []), rows
+
+
+def _read_models(recipe: Recipe, report: CheckReport) -> dict[str, Checkpoint]:
+    checkpoints: dict[str, Checkpoint] = {}
+    for role in recipe.roles:
+        if role == "rollout":
+            continue
+        try:
+            checkpoints[role] = read_checkpoint(getattr(recipe, role).path)
+        except RecipeError as error:
+            report.problems.append(f"{role}.path: {error}")
+    return checkpoints
+
+
+def _heads(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    labels = {role: checkpoint.shape.n_labels for role, checkpoint in checkpoints.items()}
+    for role in ("actor", "ref"):
+        if labels.get(role) is not None:
+            yield f"{role}.path holds a classifier with {labels[role]} labels, not a language model"
+    for role in ("critic", "reward"):
+        if role in labels and labels[role] not in (None, 1):
+            yield f"{role}.path has {labels[role]} labels, but a scalar head has 1"
+    if labels.get("critic", 1) is None and not recipe.critic.new_head:
+        yield "critic.path is a language model without a value head: set critic.new_head to train a fresh one"
+    if labels.get("reward", 1) is None:
+        yield "reward.path is a language model without a scalar head: its scores would be random"
+    if "actor" in checkpoints and (size := checkpoints["actor"].shape.n_params) > recipe.rollout.max_params:
+        yield (
+            f"the actor has {size:,} parameters, more than rollout.max_params "
+            f"({recipe.rollout.max_params:,}): rollout.engine hf keeps a whole copy in each process; vLLM, "
+            "made for such models, comes in a later version; raise max_params where memory allows"
+        )
+
+
+def _lengths(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    longest = recipe.data.max_prompt_tokens + recipe.lengths.max_response_tokens
+    for role, checkpoint in checkpoints.items():
+        if longest > checkpoint.shape.max_positions:
+            yield (
+                f"{role}: data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
+                f"lengths.max_response_tokens {recipe.lengths.max_response_tokens} = {longest} tokens, but "
+                f"the model ends at {checkpoint.shape.max_positions} positions"
+            )
+
+
+def _vocabularies(checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    actor = checkpoints.get("actor")
+    if actor is None:
+        return
+    if actor.tokens is None:
+        yield f"actor.path: {actor.path} has no tokenizer (tokenizer.json or tokenizer.model)"
+        return
+    for role, checkpoint in checkpoints.items():
+        if actor.n_tokens is not None and actor.n_tokens > checkpoint.shape.vocab:
+            yield (
+                f"{role}: the actor's tokenizer has {actor.n_tokens} tokens, but the model of {role} has "
+                f"{checkpoint.shape.vocab} embeddings: it is not made for this tokenizer"
+            )
+        elif checkpoint.tokens is not None and checkpoint.tokens != actor.tokens:
+            other = [t for t, i in actor.tokens.items() if checkpoint.tokens.get(t) != i] or list(
+                checkpoint.tokens.keys() - actor.tokens.keys()
+            )
+            yield (
+                f"{role}: its tokenizer isn't the actor's ({len(other)} tokens differ, as {other[0]!r}): "
+                "other text than was written would be read; use a model with the actor's tokenizer"
+            )
+
+
+def _plan(
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], offline: bool, report: CheckReport
+) -> PlacementPlan | None:
+    shapes = {role: checkpoint.shape for role, checkpoint in checkpoints.items()}
+    if recipe.run.address is not None and not offline:
+        return plan_on(recipe, _live_cluster(recipe, report), shapes)
+    if any(pool.where != type(pool.where)() for pool in recipe.placement.pools.values()):
+        if not offline:
+            raise RecipeError("`where` chooses among the nodes of a Ray cluster: set run.address")
+        report.notes.append("placement: `where` is checked on the live cluster only")
+        return None
+    kind, gpus = _local_devices(recipe, offline)
+    if kind == "cuda" and not offline:
+        wanted = recipe.cluster.per_node or gpus
+        if gpus == 0 or (recipe.cluster.nodes == 1 and wanted > gpus):
+            raise RecipeError(
+                f"{wanted or 'at least 1'} GPUs are wanted, torch sees {gpus} (`rolemesh doctor`)"
+            )
+    cluster = expected_cluster(recipe, kind, shapes, gpus)
+    plan = plan_on(recipe, cluster, shapes)
+    report.notes += [f"node {name}: {count} of its devices stay unused" for name, count in plan.idle.items()]
+    return plan
+
+
+def _live_cluster(recipe: Recipe, report: CheckReport) -> ClusterSpec:
+    cluster = live_cluster(str(recipe.run.address))
+    wanted = recipe.cluster.nodes * (recipe.cluster.per_node or 0)
+    if wanted and cluster.n_devices != wanted:
+        report.notes.append(f"cluster says {wanted} devices, the live one has {cluster.n_devices}")
+    return cluster
+
+
+def _local_devices(recipe: Recipe, offline: bool) -> tuple[DeviceKind, int]:
+    """Kind of device, and how many GPUs this machine has (0 when that doesn't count)."""
+    if recipe.run.device == "cpu" or recipe.cluster.device == "cpu":
+        return "cpu", 0
+    if offline:
+        named = recipe.run.device == "cuda" or recipe.cluster.device is not None
+        return ("cuda" if named else "cpu"), 0
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ("cuda" if gpus or recipe.run.device == "cuda" else "cpu"), gpus

@@ -1,0 +1,82 @@
+"""What a Hugging Face folder holds, read without loading weights or transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolemesh.launch.fields import RecipeError
+from rolemesh.placement.model import ModelError, ModelShape
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder; `tokens` maps token to id, None where the folder has no tokenizer that can be read."""
+
+    path: str
+    shape: ModelShape
+    tokens: Mapping[str, int] | None
+
+    @property
+    def n_tokens(self) -> int | None:
+        """One more than the largest token id."""
+        return None if self.tokens is None else max(self.tokens.values(), default=-1) + 1
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """Read configuration and tokenizer. Raises RecipeError for a folder that can't be loaded from."""
+    folder = Path(path)
+    if not folder.is_dir():
+        parts = Path(path).parts
+        raise RecipeError(
+            f"no folder {path}; a model of the Hugging Face hub is downloaded first: "
+            f"hf download {'/'.join(parts[-2:])} --local-dir {path}"
+        )
+    config = _read_json(folder / "config.json")
+    if missing := _missing_weights(folder):
+        raise RecipeError(f"{path} lacks {missing}")
+    try:
+        shape = ModelShape.from_config(config)
+    except ModelError as error:
+        raise RecipeError(f"{path}: {error}") from error
+    return Checkpoint(path, shape, _read_tokens(folder))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecipeError(f"{path.parent} has no {path.name}: not a Hugging Face model folder") from None
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{path} is not JSON: {error}") from error
+
+
+def _missing_weights(folder: Path) -> str:
+    if (folder / INDEX).is_file():
+        wanted = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+        lost = [name for name in wanted if not (folder / name).is_file()]
+        return f"{len(lost)} of its {len(wanted)} weight files, such as {lost[0]}" if lost else ""
+    if (folder / "model.safetensors").is_file():
+        return ""
+    others = sorted(p.name for p in folder.glob("*.bin"))
+    hint = f"; {others[0]} is another format: save it again with save_pretrained" if others else ""
+    return f"weights: neither model.safetensors nor {INDEX}{hint}"
+
+
+def _read_tokens(folder: Path) -> dict[str, int] | None:
+    if (folder / "tokenizer.json").is_file():
+        data = _read_json(folder / "tokenizer.json")
+        vocab = data["model"]["vocab"]
+        tokens = vocab if isinstance(vocab, dict) else {item[0]: i for i, item in enumerate(vocab)}
+        return {**tokens, **{item["content"]: item["id"] for item in data.get("added_tokens", [])}}
+    if (folder / "tokenizer.model").is_file():
+        from sentencepiece import SentencePieceProcessor
+
+        pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        return {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
+    return None

@@ -1,0 +1,187 @@
+"""What `check` finds before anything starts, on real (tiny) checkpoints."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rolemesh.launch.check import CheckReport, check_recipe
+from rolemesh.launch.config import parse_recipe
+from tests.tiny import char_tokenizer, tiny_checkpoint
+
+RECIPE = """
+run: {device: cpu}
+data: {train_files: [train.jsonl], max_prompt_tokens: 16}
+algorithm: {name: ppo, kl: {in: reward}}
+batch: {prompts: 8, samples_per_prompt: 2, mini_batch_samples: 6, micro_batch_tokens: 128}
+lengths: {max_response_tokens: 16, expect: {mean: 8, p95: 16}}
+actor: {path: actor, layout: {tp: 2}}
+critic: {path: scorer, layout: {dp: 2}}
+reward: scorer
+placement: split
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("check")
+    tiny_checkpoint(root / "actor")
+    tiny_checkpoint(root / "scorer", head="score")
+    rows = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(20)]
+    (root / "train.jsonl").write_text("\n".join(rows) + "\n\n")
+    (root / "reward.py").write_text("raise SystemExit\ndef compute_score(*args):\n    return 0.0\n")
+    return root
+
+
+def check(folder: Path, *overrides: str, text: str = RECIPE) -> CheckReport:
+    return check_recipe(parse_recipe(text, folder, overrides))
+
+
+def problem_of(folder: Path, *overrides: str, text: str = RECIPE) -> str:
+    report = check(folder, *overrides, text=text)
+    assert len(report.problems) == 1, report.text()
+    return report.problems[0]
+
+
+def test_a_recipe_that_can_run_has_no_problems_and_shows_its_plan_and_arithmetic(folder):
+    report = check(folder)
+    assert report.problems == []
+    assert report.text().splitlines()[-1] == "ok"
+    for line in (
+        "data: 20 prompts / 8 per step = 2 steps per epoch, 4 prompts left over; 2 steps in all",
+        "pool actor_side: 2 devices (node-0: 2)",
+        "  actor: tp=2",
+        "  rollout: dp=2",
+        "  critic: dp=2",
+        "batch: 8 prompts x 2 = 16 samples per step",
+        "mini-batches: 2 of 6 and 1 of 4 samples; x 1 epochs = 3 updates per step",
+    ):
+        assert line in report.lines
+
+
+def test_micro_batches_per_rank_are_counted_at_full_and_at_expected_lengths(folder):
+    actor = next(line for line in check(folder).lines if line.startswith("actor: dp 1"))
+    # 6 samples of 16 + 16 tokens: 4 fit into 128 tokens. Expected: 6 * (16 + 8) / 128.
+    assert "6 samples per rank and mini-batch, at most 2 micro-batches of 128 tokens (about 2" in actor
+    critic = next(line for line in check(folder).lines if line.startswith("critic: dp 2"))
+    assert "3 samples per rank and mini-batch, at most 1 micro-batches" in critic
+
+
+def test_one_update_per_batch_is_said_to_be_on_policy(folder):
+    lines = check(folder, "batch.mini_batch_samples=16").lines
+    assert any("on-policy, the ratio is 1 by design" in line for line in lines)
+
+
+def test_cpu_slots_are_the_fewest_with_which_the_recipe_can_be_placed(folder):
+    assert check(folder).plan.n_devices == 4
+    assert check(folder, "placement=colocate").plan.n_devices == 2
+    (problem,) = check(folder, "placement=colocate", "actor.layout.pp=2").problems
+    assert "role 'critic' on pool 'all'" in problem
+    assert "2 ranks, the pool has 4; dp=4 would use them all" in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_files=[/none/train.jsonl]", "data.train_files: no file /none/train.jsonl"),
+        ("data.prompt_key=question", "data.prompt_key is question, but"),
+        ("batch.prompts=21", "hold 20 prompts, fewer than batch.prompts (21)"),
+        ("actor.layout.tp=3", "tp=3 does not divide the 4 attention heads"),
+        ("lengths.max_response_tokens=500", "but the model ends at 512 positions"),
+        ("rollout.max_params=1000", "vLLM"),
+        ("cluster.per_node=1", "a single device cannot be split: use colocate"),
+        ("actor.layout.cp=2", "cp=2 is not supported yet"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_numbers(folder, override: str, message: str):
+    assert any(message in problem for problem in check(folder, override).problems)
+
+
+def test_a_hub_name_that_is_no_folder_is_answered_with_the_download(folder):
+    assert "hf download Qwen/Qwen2.5-0.5B --local-dir" in problem_of(
+        folder, "ref.path=Qwen/Qwen2.5-0.5B", text=RECIPE.replace("split", "colocate")
+    )
+
+
+def test_a_language_model_is_no_reward_model_and_a_critic_only_with_leave(folder):
+    actor = folder / "actor"
+    assert "its scores would be random" in problem_of(folder, f"reward.path={actor}")
+    assert "set critic.new_head" in problem_of(folder, f"critic.path={actor}")
+    assert check(folder, f"critic.path={actor}", "critic.new_head=true").problems == []
+    assert "a classifier with 1 labels" in problem_of(folder, f"ref.path={folder / 'scorer'}")
+
+
+def test_a_reward_model_with_two_labels_is_refused(folder, tmp_path):
+    config = json.loads((folder / "scorer/config.json").read_text())
+    for file in (folder / "scorer").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config["id2label"] = {"0": "bad", "1": "good"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "reward.path has 2 labels, but a scalar head has 1" in problem_of(
+        folder, f"reward.path={tmp_path}"
+    )
+
+
+def test_a_tokenizer_that_is_not_the_actors_is_explained(folder, tmp_path):
+    tiny_checkpoint(tmp_path / "other", head="score")
+    char_tokenizer(100).save_pretrained(tmp_path / "other")
+    message = problem_of(folder, f"reward.path={tmp_path / 'other'}")
+    assert message.startswith("reward: its tokenizer isn't the actor's")
+    tiny_checkpoint(tmp_path / "small", head="score", vocab=64)
+    message = problem_of(folder, f"critic.path={tmp_path / 'small'}")
+    assert "has 104 tokens, but the model of critic has 64 embeddings" in message
+
+
+def test_missing_weight_files_are_counted(folder, tmp_path):
+    tiny_checkpoint(tmp_path, max_shard_size="50KB")
+    sorted(tmp_path.glob("*.safetensors"))[0].unlink()
+    assert "of its" in problem_of(folder, f"actor.path={tmp_path}", f"ref.path={folder / 'actor'}")
+
+
+def test_a_reward_function_is_found_without_running_its_file(folder):
+    text = RECIPE[: RECIPE.index("critic:")].replace("{name: ppo, kl: {in: reward}}", "grpo")
+    assert check(folder, text=text + "reward: reward.py:compute_score").problems == []
+    assert "has no function score (it has compute_score)" in problem_of(
+        folder, text=text + "reward: reward.py:score"
+    )
+    assert "reward.path: no file" in problem_of(folder, text=text + "reward: rewards.py:score")
+
+
+def test_parquet_prompts_are_counted_without_reading_them(folder, tmp_path):
+    table = pyarrow.table({"prompt": [f"{i}" for i in range(33)]})
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    line = check(folder, f"data.train_files={tmp_path / 'train.parquet'}").lines[0]
+    assert line == "data: 33 prompts / 8 per step = 4 steps per epoch, 1 prompts left over; 4 steps in all"
+
+
+def test_all_problems_are_told_at_once(folder):
+    report = check(
+        folder, "actor.path=/none", "data.val_files=[/none.jsonl]", "lengths.max_response_tokens=5000"
+    )
+    assert len(report.problems) >= 3
+
+
+def test_nodes_that_stay_unused_are_named(folder):
+    report = check(folder, "cluster.nodes=3", "cluster.per_node=1", "actor.layout.tp=1", "critic.layout.dp=1")
+    assert "node node-2: 1 of its devices stay unused" in report.notes
+
+
+def test_asking_for_gpus_that_are_not_there_is_a_problem_unless_offline(folder):
+    import torch
+
+    recipe = parse_recipe(RECIPE, folder, ["run.device=cuda", "cluster.per_node=64"])
+    assert f"64 GPUs are wanted, torch sees {torch.cuda.device_count()}" in check_recipe(recipe).problems[0]
+    recipe = parse_recipe(RECIPE, folder, ["run.device=cuda", "cluster.per_node=4"])
+    assert check_recipe(recipe, offline=True).problems == []
+
+
+def test_choosing_among_nodes_needs_a_cluster_to_choose_from(folder):
+    text = RECIPE.replace(
+        "placement: split",
+        "placement: {pools: {a: {roles: [actor, rollout, ref], devices: 2, where: {labels: {kind: big}}}, "
+        "b: {roles: [critic, reward], devices: 2}}}",
+    )
+    assert "set run.address" in problem_of(folder, text=text)
+    assert check_recipe(parse_recipe(text, folder), offline=True).problems == []
