@@ -42,7 +42,13 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         idle.update(dict.fromkeys(paths, reason))
 
     if not recipe.has_critic:
-        paths = ("critic", "algorithm.gamma", "algorithm.lam", "algorithm.value_clip", "batch.critic_warmup")
+        paths: tuple[str, ...] = (
+            "critic",
+            "algorithm.gamma",
+            "algorithm.lam",
+            "algorithm.value_clip",
+            "batch.critic_warmup",
+        )
         mark("algorithm.name is grpo, which has no critic", *paths)
     else:
         mark("algorithm.name is ppo, which has no groups", "algorithm.norm_adv_by_std")

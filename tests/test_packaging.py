@@ -59,7 +59,7 @@ def test_every_direct_dependency_is_pinned_by_the_constraints():
 
 
 def test_make_setup_has_nothing_to_do_twice(tmp_path):
-    """A copy whose stamps are newer than its sources: `make -q` finds the set-up done."""
+    """A copy whose stamps are newer than its sources."""
     tree = source_copy(tmp_path / "tree")
     (tree / ".venv/bin").mkdir(parents=True)
     for stamp in ("bin/python", "torch", "built"):
@@ -112,8 +112,8 @@ def test_an_editable_install_follows_the_sources_from_any_directory(tmp_path):
     here = next(path for path in sys.path if path.endswith("site-packages"))
     (site / "borrowed.pth").write_text(here + "\n")
     run(
-        sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "--no-deps",
-        "--no-index", "--no-build-isolation", "--editable", str(tree), cwd=tmp_path,
+        sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install",
+        "--no-deps", "--no-index", "--no-build-isolation", "--editable", str(tree), cwd=tmp_path,
     )  # fmt: skip
     launch, kernels = run(python, "-c", SHOW, cwd=Path("/")).split()
     assert Path(launch) == tree / "launch/cli.py"
