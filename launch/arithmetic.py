@@ -9,8 +9,8 @@ from rolemesh.placement.plan import PlacementPlan
 
 
 def steps_per_epoch(recipe: Recipe, rows: int) -> int:
-    """Whole batches in `rows` training prompts."""
-    return rows // recipe.batch.prompts
+    """Batches in `rows` training prompts; the last holds what is left over."""
+    return math.ceil(rows / recipe.batch.prompts)
 
 
 def total_steps(recipe: Recipe, rows: int) -> int:
@@ -21,10 +21,10 @@ def total_steps(recipe: Recipe, rows: int) -> int:
 
 
 def epoch_line(recipe: Recipe, rows: int) -> str:
-    """Prompts, steps per epoch, prompts left over, steps of the run."""
+    """Prompts, steps per epoch, size of the last one, steps of the run."""
     per_epoch, prompts = steps_per_epoch(recipe, rows), recipe.batch.prompts
-    left = rows - per_epoch * prompts
-    over = f", {left} prompts left over" if left else ""
+    left = rows % prompts
+    over = f" (the last has {left} prompts)" if left else ""
     return (
         f"data: {rows} prompts / {prompts} per step = {per_epoch} steps per epoch{over}; "
         f"{total_steps(recipe, rows)} steps in all"

@@ -50,7 +50,7 @@ def test_a_recipe_that_can_run_has_no_problems_and_shows_its_plan_and_arithmetic
     assert report.problems == []
     assert report.text().splitlines()[-1] == "ok"
     for line in (
-        "data: 20 prompts / 8 per step = 2 steps per epoch, 4 prompts left over; 2 steps in all",
+        "data: 20 prompts / 8 per step = 3 steps per epoch (the last has 4 prompts); 3 steps in all",
         "pool actor_side: 2 devices (node-0: 2)",
         "  actor: tp=2",
         "  rollout: dp=2",
@@ -87,7 +87,6 @@ def test_cpu_slots_are_the_fewest_with_which_the_recipe_can_be_placed(folder):
     [
         ("data.train_files=[/none/train.jsonl]", "data.train_files: no file /none/train.jsonl"),
         ("data.prompt_key=question", "data.prompt_key is question, but"),
-        ("batch.prompts=21", "hold 20 prompts, fewer than batch.prompts (21)"),
         ("actor.layout.tp=3", "tp=3 does not divide the 4 attention heads"),
         ("lengths.max_response_tokens=500", "but the model ends at 512 positions"),
         ("rollout.max_params=1000", "vLLM"),
@@ -153,7 +152,9 @@ def test_parquet_prompts_are_counted_without_reading_them(folder, tmp_path):
     table = pyarrow.table({"prompt": [f"{i}" for i in range(33)]})
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
     line = check(folder, f"data.train_files={tmp_path / 'train.parquet'}").lines[0]
-    assert line == "data: 33 prompts / 8 per step = 4 steps per epoch, 1 prompts left over; 4 steps in all"
+    assert (
+        line == "data: 33 prompts / 8 per step = 5 steps per epoch (the last has 1 prompts); 5 steps in all"
+    )
 
 
 def test_all_problems_are_told_at_once(folder):
