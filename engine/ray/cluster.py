@@ -7,9 +7,8 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
+import socket
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,9 @@ from types import FrameType
 import psutil
 import ray
 from ray._private import ray_constants  # only `_loopback` uses it
+from ray._private.authentication import authentication_token_setup  # only `joined_cluster` uses it
 
+from rolemesh.engine.ray.session import session_directory
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind, NodeSpec
 
 SLOT = "rolemesh_slot"  # custom resource: the place of one worker process on a CPU node
@@ -28,15 +29,15 @@ NODE_ID_LABEL = "ray.io/node-id"
 _DEVICE_TYPE = "accelerator_type:"  # Ray's resource for it, "accelerator_type:A100"
 _RAY_RESOURCES = {"CPU", "memory", "object_store_memory", *DEVICE_RESOURCE.values()}
 
-_SOCKET_PATH_LIMIT = 107  # bytes, sun_path of Linux
-_LONGEST_SOCKET = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
-_SPARE_DISK = 0.05
 _OBJECT_STORE_SHARE = 0.3  # of the machine's memory and of what /dev/shm has free
+_CONNECT_S = 5.0
 # A launcher (torchrun, Slurm through torchrun) describes its own world in these: ours must not read it.
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 
 class RayStartError(RuntimeError):
@@ -55,12 +56,13 @@ def local_cluster(
     `slots` worker places exist whatever the number of cores. It listens on loopback only and ignores other
     clusters (and RAY_ADDRESS). `temp_dir` (default: the system's) holds its session while it runs.
     SIGTERM ends the block as Ctrl-C does.
-    Raises RayStartError when this process is connected to a cluster already, or for an unusable `temp_dir`.
+    When this process is killed, what it started ends within seconds all the same.
+    Raises RayStartError when this process is connected to a cluster already, SessionError for an unusable
+    `temp_dir`.
     """
     if ray.is_initialized():
         raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
-    session = _session_dir(temp_dir)
-    with _sigterm_as_exit(), _removed_at_end(session):
+    with _sigterm_as_exit(), session_directory(temp_dir) as session:
         try:
             with _without(LAUNCHER_VARIABLES), _loopback():
                 ray.init(
@@ -74,6 +76,7 @@ def local_cluster(
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(session),
                 )
+            _log.info("started a Ray cluster of our own at %s", cluster_address())
             yield read_cluster()
         finally:
             ray.shutdown()
@@ -87,12 +90,17 @@ def joined_cluster(address: str) -> Iterator[ClusterSpec]:
     """
     if ray.is_initialized():
         raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
+    if ":" in address and "://" not in address:
+        _check_answers(address)
+    # Ray starts clusters with the user's token where there is one, but joins them without it.
+    authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     with _sigterm_as_exit():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RayStartError(f"no Ray cluster answers at {address!r}: {error}") from error
         try:
+            _log.info("joined the Ray cluster at %s", cluster_address())
             yield read_cluster()
         finally:
             ray.shutdown()
@@ -152,29 +160,13 @@ def _node_spec(node: dict, name: str, device_kind: DeviceKind) -> NodeSpec:
     )
 
 
-def _session_dir(parent: str | os.PathLike[str] | None) -> Path:
-    """A new, unique directory for Ray's session whose socket paths the system accepts."""
-    root = Path(tempfile.gettempdir() if parent is None else parent).absolute()
-    longest = len(str(root / "rm-12345678")) + _LONGEST_SOCKET
-    if longest > _SOCKET_PATH_LIMIT:
-        raise RayStartError(
-            f"temp_dir {str(root)!r} is too long: Ray's socket paths would have {longest} characters, the "
-            f"system allows {_SOCKET_PATH_LIMIT}; use one of at most "
-            f"{_SOCKET_PATH_LIMIT - longest + len(str(root))} characters"
-        )
+def _check_answers(address: str) -> None:
+    """Ray itself asks for minutes before it gives up."""
+    host, _, port = address.rpartition(":")
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        session = Path(tempfile.mkdtemp(prefix="rm-", dir=root))
-    except OSError as error:
-        raise RayStartError(f"temp_dir {str(root)!r} cannot be written: {error}") from error
-    disk = shutil.disk_usage(root)
-    if disk.free < _SPARE_DISK * disk.total:
-        warnings.warn(
-            f"{str(root)!r} has {disk.free / disk.total:.1%} of its disk free ({disk.free / 2**30:.1f} GiB): "
-            f"Ray refuses work on a full disk; give temp_dir on another one",
-            stacklevel=3,
-        )
-    return session
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise RayStartError(f"nothing answers at {address!r} within {_CONNECT_S:g} s: {error}") from error
 
 
 def _default_object_store_bytes() -> int:
@@ -201,14 +193,6 @@ def _without(names: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         os.environ.update(kept)
-
-
-@contextlib.contextmanager
-def _removed_at_end(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager

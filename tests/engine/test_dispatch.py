@@ -125,7 +125,9 @@ def test_a_partition_may_come_from_the_manifest(store):
 
     mask = torch.tril(torch.ones(5, 5, dtype=torch.int64))
     method = registration(Dispatch.DP_COMPUTE_PROTO, rows=longest_first)
-    shares = share(method, Group(Layout(dp=2)), [store.put(DataProto.from_dict({"attention_mask": mask}))], {})
+    shares = share(
+        method, Group(Layout(dp=2)), [store.put(DataProto.from_dict({"attention_mask": mask}))], {}
+    )
     assert [part.tolist() for part in shares.rows] == [[4, 2, 0], [3, 1]]
 
 
@@ -197,7 +199,9 @@ def test_custom_functions_decide_both_ways(store):
         registration({"dispatch_fn": len})
 
 
-@pytest.mark.parametrize(("n_rows", "producer", "consumer"), [(1001, 4, 2), (1001, 2, 3), (1024, 3, 4), (5, 4, 3)])
+@pytest.mark.parametrize(
+    ("n_rows", "producer", "consumer"), [(1001, 4, 2), (1001, 2, 3), (1024, 3, 4), (5, 4, 3)]
+)
 def test_blocks_cut_for_known_consumers_are_fetched_whole(store, n_rows, producer, consumer):
     parts = np.array_split(np.arange(n_rows), producer)
     cuts = [OutputCuts(part, n_rows, (1, producer, consumer)) for part in parts]

@@ -1,0 +1,120 @@
+"""The directory that one Ray cluster of ours lives in, and the reaper that ends what lives in it.
+
+The reaper (`python -m rolemesh.engine.ray.session DIRECTORY DRIVER`) is a process of its own: it waits until
+its standard input closes, which happens when the driver says so or dies however it dies. Then it kills every
+process but the driver that still writes into the directory, and removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_SOCKET_PATH_LIMIT = 107  # bytes, sun_path of Linux
+_LONGEST_SOCKET = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+_PREFIX = "rm-"
+_SPARE_DISK = 0.05
+_REAP_S = 10.0
+
+
+class SessionError(RuntimeError):
+    """A directory that Ray's session cannot live in; the message says what to change."""
+
+
+@contextlib.contextmanager
+def session_directory(parent: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """A new directory for Ray's session under `parent` (default: the system's), short enough for its sockets.
+
+    Under a long `parent` it is reached by a short link. When the block ends, or the process dies, whatever
+    still writes into it is killed and it is removed. Raises SessionError where it cannot be made.
+    """
+    root = Path(tempfile.gettempdir() if parent is None else parent).absolute()
+    with contextlib.ExitStack() as ended:
+        session = _new_directory(root)
+        reaper = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(session), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        ended.callback(_wait_for, reaper)
+        if len(str(session)) + _LONGEST_SOCKET > _SOCKET_PATH_LIMIT:
+            links = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX)))
+            link = links / "s"
+            link.symlink_to(session)
+            session = link
+        if (longest := len(str(session)) + _LONGEST_SOCKET) > _SOCKET_PATH_LIMIT:
+            raise SessionError(
+                f"the system's temporary directory {tempfile.gettempdir()!r} is too long: Ray's socket paths "
+                f"would have {longest} characters, the system allows {_SOCKET_PATH_LIMIT}; set TMPDIR"
+            )
+        yield session
+
+
+def _new_directory(root: Path) -> Path:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        session = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+    except OSError as error:
+        raise SessionError(f"temp_dir {str(root)!r} cannot be written: {error}") from error
+    disk = shutil.disk_usage(root)
+    if disk.free < _SPARE_DISK * disk.total:
+        warnings.warn(
+            f"{str(root)!r} has {disk.free / disk.total:.1%} of its disk free ({disk.free / 2**30:.1f} GiB): "
+            f"Ray refuses work on a full disk; give temp_dir on another one",
+            stacklevel=5,
+        )
+    return session
+
+
+def _wait_for(reaper: subprocess.Popen) -> None:
+    assert reaper.stdin is not None
+    reaper.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        reaper.wait(timeout=_REAP_S)
+
+
+def reap(session: Path, driver: int, within_s: float = _REAP_S) -> None:
+    """Kill every process but `driver` that writes into `session`, until there is none, and remove it."""
+    deadline = time.monotonic() + within_s
+    while (writers := _writers(session, driver)) and time.monotonic() < deadline:
+        for process in writers:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(writers, timeout=1.0)
+    shutil.rmtree(session, ignore_errors=True)
+
+
+def _writers(session: Path, driver: int) -> list[psutil.Process]:
+    """Ray's processes and whatever they started hold a log of the session open; readers of logs are spared.
+
+    So does the driver, while it waits here to go on with something else.
+    """
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == driver:
+            continue
+        with contextlib.suppress(psutil.Error):
+            files = process.open_files()
+            if any(file.mode != "r" and Path(file.path).is_relative_to(session) for file in files):
+                found.append(process)
+    return found
+
+
+def main() -> None:
+    session = Path(sys.argv[1]).resolve()
+    sys.stdin.read()
+    reap(session, driver=int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

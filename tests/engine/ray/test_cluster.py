@@ -1,0 +1,179 @@
+"""Our own Ray beside others, and that nothing stays behind however the driver ends."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rolemesh.engine.ray.cluster import (
+    RayStartError,
+    cluster_address,
+    joined_cluster,
+    local_cluster,
+    read_cluster,
+)
+from rolemesh.engine.ray.session import SessionError
+
+pytestmark = pytest.mark.full
+
+LAUNCHER = {
+    "RANK": "5",
+    "WORLD_SIZE": "9",
+    "MASTER_ADDR": "192.0.2.77",
+    "MASTER_PORT": "1",
+    "LOCAL_RANK": "3",
+}
+DRIVER = (
+    f"""
+LAUNCHER = {list(LAUNCHER)}
+"""
+    + """
+import json, os, sys, time
+import ray, torch, torch.distributed as dist
+from rolemesh.engine.dispatch import Dispatch, register
+from rolemesh.engine.ray.cluster import cluster_address, local_cluster
+from rolemesh.engine.ray.pools import ResourcePool
+from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from rolemesh.engine.worker import Worker
+
+class Probe(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def look(self):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return {
+            "leaked": [name for name in LAUNCHER if name in os.environ],
+            "sum": total.item(),
+        }
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self):
+        time.sleep(600)
+
+with local_cluster(4, object_store_bytes=2**28) as cluster:
+    group = RayWorkerGroup(ResourcePool([2], name_prefix="p"), RayClassWithInitArgs(Probe), role="probe")
+    found = {
+        "address": cluster_address(),
+        "session": os.path.dirname(ray.nodes()[0]["RayletSocketName"]),
+        "kept": os.environ.get("RANK"),
+        "looks": group.look(),
+    }
+    print(json.dumps(found), flush=True)
+    if sys.argv[1] == "stay":
+        group.sleep()
+"""
+)
+OTHER_RAY = """
+import json, time, ray
+resources = {"rolemesh_slot": 3, "TPU": 1}
+ray.init(address="local", num_cpus=1, num_gpus=0, resources=resources, include_dashboard=False)
+print(json.dumps(ray.get_runtime_context().gcs_address), flush=True)
+time.sleep(600)
+"""
+
+
+def start_driver(mode: str, **env: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, mode], env={**os.environ, **env}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def first_line(driver: subprocess.Popen) -> dict:
+    assert driver.stdout is not None
+    return json.loads(driver.stdout.readline())
+
+
+def ends(processes: list[psutil.Process], within_s: float) -> list[str]:
+    """What is still there after that time."""
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return [" ".join(process.cmdline())[:80] for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_two_runs_at_once_each_have_their_own_cluster_and_no_launchers_world():
+    drivers = [start_driver("end", RAY_ADDRESS="192.0.2.1:6379", **LAUNCHER) for _ in range(2)]
+    found = [first_line(driver) for driver in drivers]
+    assert [driver.wait(timeout=30) for driver in drivers] == [0, 0]
+    assert found[0]["address"] != found[1]["address"]
+    for run in found:
+        assert run["address"].startswith("127.0.0.1:")
+        assert run["kept"] == "5", "the driver's own environment stays as it was"
+        assert run["looks"] == [{"leaked": [], "sum": 2.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "within_s"), [(signal.SIGINT, 15), (signal.SIGTERM, 15), (signal.SIGKILL, 30)]
+)
+def test_no_process_stays_after_the_driver_is_stopped(how, within_s):
+    driver = start_driver("stay")
+    session = first_line(driver)["session"]
+    ours = psutil.Process(driver.pid).children(recursive=True)
+    assert len(ours) > 4
+    time.sleep(0.5)
+    driver.send_signal(how)
+    start = time.monotonic()
+    assert ends(ours, within_s) == []
+    assert driver.wait(timeout=within_s - (time.monotonic() - start)) != 0
+    assert not Path(session).exists()
+
+
+def test_a_running_cluster_is_joined_by_address_and_left_running():
+    other = subprocess.Popen([sys.executable, "-c", OTHER_RAY], stdout=subprocess.PIPE, text=True)
+    try:
+        address = first_line(other)
+        for _ in range(2):
+            with joined_cluster(address) as cluster:
+                assert cluster_address() == address
+                assert read_cluster("cpu").n_devices == 3
+                assert [node.resources for node in cluster.nodes] == [{"TPU": 1.0}]
+                with pytest.raises(RayStartError, match="already"), local_cluster(1):
+                    pass
+        with local_cluster(2, object_store_bytes=2**27) as own:
+            assert own.n_devices == 2
+        assert other.poll() is None
+    finally:
+        other.send_signal(signal.SIGTERM)
+        other.wait(timeout=30)
+    start = time.monotonic()
+    with pytest.raises(RayStartError, match="nothing answers"), joined_cluster("127.0.0.1:1"):
+        pass
+    assert time.monotonic() - start < 10
+
+
+def test_slots_are_logical_and_a_long_session_directory_goes(tmp_path):
+    parent = tmp_path / ("x" * 80)
+    with local_cluster(64, temp_dir=parent, object_store_bytes=2**27) as cluster:
+        assert [node.devices for node in cluster.nodes] == [64]
+        assert cluster.device_kind == "cpu"
+        assert cluster.nodes[0].cpus == os.cpu_count()
+        assert read_cluster("cuda").n_devices == ray.cluster_resources().get("GPU", 0)
+        assert len(list(parent.iterdir())) == 1
+    assert list(parent.iterdir()) == []
+    assert not ray.is_initialized()
+
+
+def test_a_temp_dir_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(SessionError, match="cannot be written"),
+        local_cluster(1, temp_dir=tmp_path / "file"),
+    ):
+        pass
+
+
+def test_a_nearly_full_disk_is_warned_about(monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100 * 2**30, 97 * 2**30, 3 * 2**30))
+    with (
+        pytest.warns(UserWarning, match=r"3\.0% of its disk free \(3\.0 GiB\)"),
+        local_cluster(1, object_store_bytes=2**27),
+    ):
+        pass
