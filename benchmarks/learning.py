@@ -1,9 +1,11 @@
-"""Does the quickstart learn? Held-out mean reward before training and over its last five steps, for several seeds.
+"""Does the quickstart learn? Held-out mean reward before training and over its last five steps, for several
+seeds.
 
-Each run is `rolemesh train examples/quickstart.yaml` with its own seed, and one more run has a learning rate of 0. The
-held-out prompts are answered greedily and scored by the run's reward model; the 95% intervals are bootstrapped over
-prompts (Efron 1979). The true share of right characters is printed beside it: a policy that fools its reward model
-would show there. Needs `make quickstart` to have made the models. Exits with 1 when the claim does not hold.
+Each run is `rolemesh train examples/quickstart.yaml` with its own seed, and one more run has a learning
+rate of 0. The held-out prompts are answered greedily and scored by the run's reward model; the 95%
+intervals are bootstrapped over prompts (Efron 1979). The true share of right characters is printed beside
+it: a policy that fools its reward model would show there. Needs `make quickstart` to have made the models.
+Exits with 1 when the claim does not hold.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Result:
 
 
 def run(recipe: Path, out: Path, steps: int, *overrides: str) -> tuple[list[Scores], list[Scores]]:
-    """Train with validation after each step; held-out rewards and true scores of step 0, 1, ..., [prompts] each."""
+    """Train with validation after each step; held-out rewards and true scores of step 0, 1, ..., [prompts]
+    each.
+    """
     command = [sys.executable, "-m", "rolemesh.launch", "train", str(recipe), f"run.dir={out}"]
     command += [f"run.steps={steps}", "run.validate_every=1", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)

@@ -48,7 +48,7 @@ __all__ = [
 class DataProtoItem:
     """One row: `batch` has no batch dimension, `non_tensor_batch` holds the row's objects."""
 
-    batch: TensorDict | None = None
+    batch: Any = None  # TensorDict, or None where there is no tensor column
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class DataProto:
         ProtoError: columns of different length, or one name for a tensor and an object column.
     """
 
-    batch: TensorDict | None = None
+    batch: Any = None  # TensorDict, or None where there is no tensor column
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 

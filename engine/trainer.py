@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
 from rolemesh.engine.batch_ref import BatchRef
-from rolemesh.engine.controller import Controller, NoProgress, Progress, StepResult
+from rolemesh.engine.controller import Arguments, Controller, NoProgress, Progress, StepResult
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.workers.advantage import AdvantageSpec
@@ -130,17 +130,18 @@ class Trainer:
         self.groups["actor"].save_hf(self.log.export_dir(step, "actor"))
 
     def _texts(self, data: DataProto) -> list[tuple[str, str]]:
-        special = set(self.tokenizer.all_special_ids)
-        prompts = [[t for t in row if t not in special] for row in data.batch["prompts"].tolist()]
-        responses = [
-            row[: int(mask)]
-            for row, mask in zip(
-                data.batch["responses"].tolist(), data.batch["response_mask"].sum(-1), strict=True
+        """Prompt and response of each row as text, without padding."""
+        kept = data.batch["response_mask"].bool()
+        special = torch.tensor(self.tokenizer.all_special_ids)
+        return [
+            (
+                str(self.tokenizer.decode(prompt[~torch.isin(prompt, special)].tolist())),
+                str(self.tokenizer.decode(response[keep].tolist())),
+            )
+            for prompt, response, keep in zip(
+                data.batch["prompts"], data.batch["responses"], kept, strict=True
             )
         ]
-        return list(
-            zip(map(self.tokenizer.decode, prompts), map(self.tokenizer.decode, responses), strict=True)
-        )
 
     def _run(self, graph: StepGraph, batch: BatchRef, step: int, *, greedy: bool = False) -> StepResult:
         controller = Controller(
@@ -151,7 +152,7 @@ class Trainer:
             timeout_s=self.spec.timeout_s,
             progress=self.progress,
         )
-        arguments = {
+        arguments: dict[str, Arguments] = {
             "generate": lambda _: {"greedy": greedy},
             "advantage": lambda _: {"spec": self.spec.advantage, "kl_coef": self.kl.value},
             "update_actor": lambda ref: self._mini_batches(ref, self.groups["actor"].layout),

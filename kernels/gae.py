@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from rolemesh.kernels import _cpu
+from rolemesh.kernels import _cpu  # type: ignore[attr-defined]  # compiled
 
 
 def gae(

@@ -33,12 +33,14 @@ def graph_of(recipe: Recipe) -> StepGraph:
 def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
     """What the Megatron worker of `role` (actor, critic, ref, reward) loads and how it runs."""
     section: Actor | Critic | Ref | Reward = getattr(recipe, role)
-    trained = isinstance(section, Actor | Critic)
+    optim = (
+        optim_config(section.optim, updates(recipe, steps)) if isinstance(section, Actor | Critic) else None
+    )
     return RoleSpec(
         path=str(section.path),
         head="lm" if role in ("actor", "ref") else "value",
         dtype=section.dtype,
-        optim=optim_config(section.optim, updates(recipe, steps)) if trained else None,
+        optim=optim,
         micro_batch_tokens=section.micro_batch_tokens or recipe.batch.micro_batch_tokens,
         new_head=isinstance(section, Critic) and section.new_head,
         temperature=recipe.rollout.temperature,

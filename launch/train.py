@@ -30,6 +30,7 @@ from rolemesh.launch.plan import plan_on
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterSpec
+from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan
 
 SHOWN = ("critic/score/mean", "val/reward/mean", "actor/pg_loss", "critic/vf_loss", "response_length/mean")
@@ -73,17 +74,22 @@ def load_prompts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptDataset, DataProto | None]:
     """Training prompts, and the held-out ones as one batch (None without `data.val_files`)."""
-    data = recipe.data
-    options = {
-        "prompt_key": data.prompt_key,
-        "max_prompt_tokens": data.max_prompt_tokens,
-        "overlong": data.overlong,
-    }
-    train = PromptDataset(data.train_files, tokenizer, **options)
-    if not data.val_files:
+
+    def read(files: tuple[str, ...]) -> PromptDataset:
+        data = recipe.data
+        return PromptDataset(
+            files,
+            tokenizer,
+            prompt_key=data.prompt_key,
+            max_prompt_tokens=data.max_prompt_tokens,
+            overlong=data.overlong,
+        )
+
+    train = read(recipe.data.train_files)
+    if not recipe.data.val_files:
         return train, None
-    val = PromptDataset(data.val_files, tokenizer, **options)
-    return train, val.collate(range(min(len(val), data.val_prompts or len(val))))
+    val = read(recipe.data.val_files)
+    return train, val.collate(range(min(len(val), recipe.data.val_prompts or len(val))))
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -110,7 +116,6 @@ def _worker_groups(
     recipe: Recipe, plan: PlacementPlan, steps: int, progress: Progress
 ) -> Iterator[dict[str, RayWorkerGroup]]:
     """Every role's worker group with its model loaded; their processes are ended with the block."""
-    limits = {"fetch_timeout_s": recipe.run.timeout_s}
     pools = {
         pool.name: ResourcePool(
             pool.process_on_nodes,
@@ -118,11 +123,11 @@ def _worker_groups(
             device=pool.device_kind,
             where=pool.where,
             collective_timeout_s=recipe.run.timeout_s,
-            **limits,
+            fetch_timeout_s=recipe.run.timeout_s,
         )
         for pool in plan.pools
     }
-    beside = ProcessPool("reward_function", **limits)
+    beside = ProcessPool("reward_function", fetch_timeout_s=recipe.run.timeout_s)
     try:
         progress.start("start workers")
         create_pools(list(pools.values()), report=progress.write)
@@ -150,6 +155,7 @@ def _worker_groups(
         for future in [group.init_model(blocking=False) for group in groups.values()]:
             future.get()
         progress.end("load models")
+        progress.begin_steps()
         yield groups
     finally:
         for pool in [*pools.values(), beside]:
@@ -178,5 +184,5 @@ def _worker(recipe: Recipe, role: str, steps: int) -> RayClassWithInitArgs:
     return RayClassWithInitArgs({"ref": RefWorker, "reward": RewardWorker}[role], spec)
 
 
-def _shapes(recipe: Recipe) -> dict[str, object]:
+def _shapes(recipe: Recipe) -> dict[str, ModelShape]:
     return {r: read_checkpoint(getattr(recipe, r).path).shape for r in recipe.roles if r != "rollout"}

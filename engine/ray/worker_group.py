@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.dispatch import (
@@ -87,6 +87,10 @@ class RayWorkerGroup:
                 raise DispatchError(f"{cls.__name__}.{name} would hide the worker group's own {name!r}")
             method = functools.partial(self._call, name, registration)
             setattr(self, name, functools.update_wrapper(method, getattr(cls, name)))
+
+    if TYPE_CHECKING:  # the registered methods, bound by `__init__`
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @property
     def world_size(self) -> int:

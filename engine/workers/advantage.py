@@ -12,6 +12,7 @@ from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.metrics import all_reduce_dict
+from rolemesh.parallel.model import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class AdvantageSpec:
 
 
 class AdvantageWorker(Worker):
-    """The `advantage` operation; mixed into the roles that may run it."""
+    """The `advantage` operation; mixed into the Megatron roles that may run it."""
+
+    model: ParallelModel
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_advantage(self, data: DataProto, spec: AdvantageSpec, kl_coef: float = 0.0) -> DataProto:

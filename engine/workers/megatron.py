@@ -127,13 +127,14 @@ class MegatronWorker(Worker):
 
     def log_probs(
         self, logits: Tensor, micro_batch: MicroBatch, *, entropy: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (and entropies) of the responses, fp32 `[m, R]`, 0 outside them.
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the responses, fp32 `[m, R]`, 0 outside them.
 
-        `logits` is `[m, L, v / tp]`: only the positions that predict a response token are read.
+        `logits` is `[m, L, v / tp]`: only the positions that predict a response token are read. Without
+        `entropy` the second result is 0 throughout.
         """
         index = response_index(micro_batch.attention_mask, micro_batch.columns["responses"].shape[1])
-        log_prob, ent = log_prob_and_entropy(
+        log_prob, token_entropy = log_prob_and_entropy(
             index.gather(logits),
             index.labels(micro_batch.tokens),
             temperature=self.spec.temperature,
@@ -141,7 +142,8 @@ class MegatronWorker(Worker):
             group=self.model.groups.tp if self.layout.tp > 1 else None,
             vocab_size=self.model.shape.vocab,
         )
-        return index.scatter(log_prob), None if ent is None else index.scatter(ent)
+        none = torch.zeros_like(log_prob) if token_entropy is None else token_entropy
+        return index.scatter(log_prob), index.scatter(none)
 
     @property
     def dp_rank(self) -> int:

@@ -53,13 +53,19 @@ class FunctionRewardWorker(Worker):
         special_tokens: Literal["keep", "strip"],
     ) -> None:
         self.path, self.tokenizer = path, tokenizer
-        self.options = {"limit_s": limit_s, "workers": workers, "special_tokens": special_tokens}
+        self.limit_s, self.workers, self.special_tokens = limit_s, workers, special_tokens
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the function in processes of its own; `tokenizer` is the actor's folder."""
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
-        self.reward = FunctionReward(self.path, tokenizer, **self.options)
+        self.reward = FunctionReward(
+            self.path,
+            tokenizer,
+            limit_s=self.limit_s,
+            workers=self.workers,
+            special_tokens=self.special_tokens,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_score(self, data: DataProto) -> DataProto:
