@@ -65,7 +65,7 @@ class ResourcePool:
         self.dp_sizes: set[int] = {1}  # of the roles that may read each other's results
         self._device, self._where, self._cpus = device, where, cpus_per_process
         self._collective_timeout_s, self._fetch_timeout_s = collective_timeout_s, fetch_timeout_s
-        self._group: PlacementGroup | None = None
+        self.placement_group: PlacementGroup | None = None
         self._seats: list[Seat] = []
         self._roles: set[str] = set()
         self._hosts: dict[str, HostGroup] = {}  # "" for the shared processes, else by role
@@ -82,6 +82,11 @@ class ResourcePool:
         """verl's name for `process_on_nodes`."""
         return self.process_on_nodes
 
+    @property
+    def share(self) -> float:
+        """Part of a device that one process takes; `max_colocate_count` of them sum to at most 1."""
+        return _floor(1 / self.max_colocate_count)
+
     def spec(self, cluster: ClusterSpec) -> PoolSpec:
         """The pool as the placement check sees it."""
         cpus = _cpu_share(cluster) if self._cpus is None else self._cpus
@@ -89,7 +94,7 @@ class ResourcePool:
 
     def create(self, wait_s: float = _WAIT_S, report: Callable[[str], None] = _log.info) -> None:
         """Check this pool alone against the cluster and reserve it; see `create_pools`."""
-        if self._group is None:
+        if self.placement_group is None:
             create_pools([self], wait_s, report)
 
     def reserve(self, nodes: Sequence[tuple[str, int]], threads: Mapping[str, int], timeout_s: float) -> None:
@@ -117,7 +122,7 @@ class ResourcePool:
                 wanted=self.world_size,
                 present=cluster.n_devices,
             )
-        self._group = group
+        self.placement_group = group
         self._seats = [
             self._seat(group, rank, local, node, cluster.device_kind, threads[node], spec.cpus_per_process)
             for rank, (node, local) in enumerate(slots)
@@ -164,9 +169,9 @@ class ResourcePool:
         for hosts in self._hosts.values():
             if hosts.broken is None:
                 hosts.break_with(CallError(f"pool {self.name!r} was shut down"))
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        if self.placement_group is not None:
+            remove_placement_group(self.placement_group)
+            self.placement_group = None
 
     def _seat(
         self,
@@ -178,7 +183,6 @@ class ResourcePool:
         threads: int,
         cpus: float,
     ) -> Seat:
-        share = _floor(1 / self.max_colocate_count)
         place = HostPlace(
             pool=self.name,
             rank=rank,
@@ -191,12 +195,16 @@ class ResourcePool:
             fetch_timeout_s=self._fetch_timeout_s,
         )
         options = {
-            "num_cpus": _floor(cpus / self.max_colocate_count),
+            "num_cpus": _floor(cpus * self.share),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
             ),
         }
-        device = {"num_gpus": share} if kind == "cuda" else {"resources": {DEVICE_RESOURCE["cpu"]: share}}
+        device = (
+            {"num_gpus": self.share}
+            if kind == "cuda"
+            else {"resources": {DEVICE_RESOURCE["cpu"]: self.share}}
+        )
         return Seat(place, {**options, **device})
 
 
