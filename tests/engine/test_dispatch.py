@@ -55,10 +55,11 @@ def store() -> Store:
 
 
 def registration(mode, **options) -> Registration:
-    @register(dispatch_mode=mode, **options)
-    def method() -> None: ...
+    class Registered:
+        @register(dispatch_mode=mode, **options)
+        def method(self) -> None: ...
 
-    return method._rolemesh_registration
+    return registered_methods(Registered)["method"]
 
 
 def numbered(n_rows: int) -> DataProto:

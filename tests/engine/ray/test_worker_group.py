@@ -7,6 +7,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
@@ -182,10 +183,7 @@ def test_blocking_may_be_chosen_per_call(groups):
 
 def test_await_and_other_modes(groups):
     async def both() -> tuple:
-        return await asyncio.gather(
-            groups["actor"].scaled(numbered(2))._get_async(),
-            groups["critic"].scaled(numbered(2))._get_async(),
-        )
+        return await asyncio.gather(*(groups[role].scaled(numbered(2)) for role in ("actor", "critic")))
 
     assert [batch.batch["x"][1].item() for batch in asyncio.run(both())] == [2, 5]
     assert groups["critic"].leader() == 0
@@ -235,8 +233,6 @@ def test_one_object_serves_all_ranks_of_a_replica(groups):
 
 
 def _store_bytes() -> int:
-    import ray
-
     total = ray.cluster_resources()["object_store_memory"]
     time.sleep(1.5)  # Ray reports the store's use once a second
     return int(total - ray.available_resources()["object_store_memory"])
