@@ -15,7 +15,7 @@ import numpy as np
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.future import DataProtoFuture, as_completed
 from rolemesh.placement.graph import Operation, StepGraph
-from rolemesh.placement.timeline import Span, Timeline
+from rolemesh.placement.timeline import Span
 
 Arguments = Callable[[BatchRef], Mapping[str, Any]]
 
@@ -40,11 +40,12 @@ class NoProgress:
 
 @dataclass
 class StepResult:
-    """What one run of a graph left: the batch by handle, metrics by name, seconds of each operation."""
+    """What one run of a graph left: the batch by handle, metrics, each operation's seconds, all spans."""
 
     batch: BatchRef
     metrics: dict[str, float] = field(default_factory=dict)
     timing_s: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
 
 class Controller:
@@ -55,16 +56,13 @@ class Controller:
         graph: StepGraph,
         groups: Mapping[str, Any],
         *,
-        timeline: Timeline | None = None,
         overlap: bool = True,
-        timeout_s: float = 1800.0,
         progress: Progress | None = None,
     ) -> None:
         missing = sorted({operation.role for operation in graph.operations} - set(groups))
         if missing:
             raise ValueError(f"step graph {graph.name!r} needs roles {missing}; there are {sorted(groups)}")
-        self.graph, self.groups, self.overlap, self.timeout_s = graph, groups, overlap, timeout_s
-        self.timeline = timeline if timeline is not None else Timeline()
+        self.graph, self.groups, self.overlap = graph, groups, overlap
         self.progress = progress if progress is not None else NoProgress()
 
     def run(
@@ -79,52 +77,73 @@ class Controller:
         result = StepResult(batch)
         done: set[str] = set()
         running: dict[DataProtoFuture, Operation] = {}
+        sources: dict[str, DataProtoFuture] = {}
         while len(done) < len(self.graph.operations):
             for operation in self.graph.ready(done, {op.name for op in running.values()}):
                 if running and not self.overlap:
                     break
                 extra = (arguments or {}).get(operation.name)
                 self.progress.start(operation.name)
-                running[self._start(operation, result.batch, extra(result.batch) if extra else {})] = (
-                    operation
-                )
-            future = next(iter(as_completed(list(running), timeout=self.timeout_s)))
+                keywords = extra(result.batch) if extra else {}
+                running[self._start(operation, result.batch, keywords, sources)] = operation
+            # A call's own limit comes first, with the ranks that are late: this one only backs it up.
+            limit_s = max(future.timeout_s for future in running)
+            future = next(iter(as_completed(list(running), timeout=limit_s)))
             operation = running.pop(future)
             self._finish(operation, future, result, step)
+            if operation.name in sources:
+                self._record(operation, *self._source(operation), sources.pop(operation.name), result, step)
             done.add(operation.name)
             self.progress.end(operation.name)
         return result
 
-    def _start(self, operation: Operation, batch: BatchRef, extra: Mapping[str, Any]) -> DataProtoFuture:
-        group = self.groups[operation.role]
+    def _start(
+        self,
+        operation: Operation,
+        batch: BatchRef,
+        keywords: Mapping[str, Any],
+        sources: dict[str, DataProtoFuture],
+    ) -> DataProtoFuture:
+        method = getattr(self.groups[operation.role], operation.method)
         if operation.kind == "transfer":
-            (source,) = {state.split(".")[0] for state in operation.state_reads}
-            weights = self.groups[source].export_weights(blocking=False)
-            return getattr(group, operation.method)(weights, blocking=False)
+            _, group = self._source(operation)
+            sources[operation.name] = group.export_weights(blocking=False)
+            return method(sources[operation.name], blocking=False, **keywords)
         columns = [name for name in batch.columns if name in operation.reads]
-        return getattr(group, operation.method)(batch.select(columns), blocking=False, **extra)
+        return method(batch.select(columns), blocking=False, **keywords)
+
+    def _source(self, operation: Operation) -> tuple[str, Any]:
+        """The role whose state a transfer moves, and its worker group."""
+        (role,) = {state.split(".")[0] for state in operation.state_reads}
+        return role, self.groups[role]
 
     def _finish(self, operation: Operation, future: DataProtoFuture, result: StepResult, step: int) -> None:
         if operation.writes:
-            written = future.ref(timeout=self.timeout_s)
+            written = future.ref()
             result.metrics |= {k: float(np.mean(v)) for k, v in written.meta_info.get("metrics", {}).items()}
             columns = {**result.batch.columns, **written.select(operation.writes).columns}
             result.batch = BatchRef(columns, written.n_rows, tokens=written.tokens or result.batch.tokens)
         elif operation.kind == "train":
-            result.metrics |= future.get(timeout=self.timeout_s)[0]  # every replica reports the whole batch
-        spans = future.spans
-        pool = self.groups[operation.role].resource_pool.name
-        for span in spans:
-            self.timeline.add(
-                Span(
-                    operation.name,
-                    operation.role,
-                    pool,
-                    span.rank,
-                    span.start_s,
-                    span.end_s,
-                    {"step": step, "bytes_fetched": span.nbytes_fetched},
-                )
-            )
-        if spans:
-            result.timing_s[operation.name] = max(s.end_s for s in spans) - min(s.start_s for s in spans)
+            result.metrics |= future.get()[0]  # every replica reports the whole batch
+        else:
+            future.get()
+        self._record(operation, operation.role, self.groups[operation.role], future, result, step)
+
+    def _record(
+        self,
+        operation: Operation,
+        role: str,
+        group: Any,
+        future: DataProtoFuture,
+        result: StepResult,
+        step: int,
+    ) -> None:
+        """Note what each rank of `group` did for the operation, and the time from its first start to its
+        end.
+        """
+        pool = group.resource_pool.name
+        for span in future.spans:
+            args = {"step": step, "bytes_fetched": span.nbytes_fetched}
+            result.spans.append(Span(operation.name, role, pool, span.rank, span.start_s, span.end_s, args))
+        mine = [span for span in result.spans if span.name == operation.name]
+        result.timing_s[operation.name] = max(s.end_s for s in mine) - min(s.start_s for s in mine)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rolemesh.placement.timeline import Timeline
+from rolemesh.placement.timeline import TimelineFile
 
 
 class RunLog:
@@ -17,6 +17,7 @@ class RunLog:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         (self.path / "samples").mkdir(exist_ok=True)
+        self.timeline = TimelineFile(self.path / "timeline.json")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step's metrics as a line of JSON; a value that is not finite is written as null."""
@@ -28,10 +29,6 @@ class RunLog:
         """Write validation samples of one step, a line of JSON each."""
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
         (self.path / "samples" / f"step_{step}.jsonl").write_text("\n".join(lines) + "\n")
-
-    def save_timeline(self, timeline: Timeline) -> None:
-        """Write the run's timeline so far; Perfetto opens it."""
-        timeline.save(self.path / "timeline.json")
 
     def export_dir(self, step: int, role: str) -> str:
         """Where the model of `role` after `step` is exported in Hugging Face form."""

@@ -20,7 +20,6 @@ from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.mini_batches import MiniBatchPlan, plan_mini_batches
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,11 @@ class TrainerSpec:
     steps: int
     samples_per_prompt: int
     mini_batch_samples: int
-    seed: int
     advantage: AdvantageSpec
     validate_every: int = 0
     save_every: int = 0
     critic_warmup: int = 0
     overlap: bool = True
-    timeout_s: float = 1800.0
 
 
 @dataclass
@@ -59,7 +56,6 @@ class Trainer:
     log: RunLog
     progress: Progress = field(default_factory=NoProgress)
     on_step: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
-    timeline: Timeline = field(default_factory=Timeline)
 
     def fit(self) -> None:
         """Train for `spec.steps` steps: validates before and after, exports the actor at the end."""
@@ -147,9 +143,7 @@ class Trainer:
         controller = Controller(
             graph,
             self.groups,
-            timeline=self.timeline,
             overlap=self.spec.overlap,
-            timeout_s=self.spec.timeout_s,
             progress=self.progress,
         )
         arguments: dict[str, Arguments] = {
@@ -158,7 +152,9 @@ class Trainer:
             "update_actor": lambda ref: self._mini_batches(ref, self.groups["actor"].layout),
             "update_critic": lambda ref: self._mini_batches(ref, self.groups["critic"].layout),
         }
-        return controller.run(batch, arguments, step=step)
+        result = controller.run(batch, arguments, step=step)
+        self.log.timeline.append(result.spans)
+        return result
 
     def _mini_batches(self, batch: BatchRef, layout: Layout) -> dict[str, Any]:
         plan: MiniBatchPlan = plan_mini_batches(batch.tokens or (), self.spec.mini_batch_samples, layout.dp)
@@ -166,7 +162,6 @@ class Trainer:
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log.metrics(step, metrics)
-        self.log.save_timeline(self.timeline)
         self.on_step(step, metrics)
 
 

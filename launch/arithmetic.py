@@ -20,6 +20,12 @@ def total_steps(recipe: Recipe, rows: int) -> int:
     return recipe.run.epochs * steps_per_epoch(recipe, rows)
 
 
+def updates(recipe: Recipe, steps: int) -> int:
+    """Optimizer updates of a run of `steps` steps: the length of a learning-rate decay."""
+    per_epoch = -(-recipe.batch.samples // recipe.batch.mini_batch)
+    return steps * recipe.batch.epochs * per_epoch
+
+
 def epoch_line(recipe: Recipe, rows: int) -> str:
     """Prompts, steps per epoch, size of the last one, steps of the run."""
     per_epoch, prompts = steps_per_epoch(recipe, rows), recipe.batch.prompts
@@ -59,6 +65,10 @@ def _micro_batches(recipe: Recipe, role: str, dp: int) -> str:
     text = f"{role}: dp {dp}, {per_rank} samples per rank and {'mini-batch' if trained else 'step'}, "
     text += f"at most {most} micro-batches of {budget} tokens"
     if recipe.lengths.expect is not None:
-        expected = math.ceil(per_rank * (prompt + recipe.lengths.expect.mean) / budget)
-        text += f" (about {min(expected, most)} at the expected lengths and full prompts)"
+        expect = recipe.lengths.expect
+        low, high = (
+            min(math.ceil(per_rank * (prompt + length) / budget), most)
+            for length in (expect.mean, expect.p95)
+        )
+        text += f" ({low} at the expected mean, {high} if all were as long as the 95th percentile)"
     return text

@@ -15,6 +15,7 @@ from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.critic import ValueLoss
 from rolemesh.engine.workers.megatron import RoleSpec
 from rolemesh.engine.workers.rollout import RolloutSpec
+from rolemesh.launch.arithmetic import updates
 from rolemesh.launch.roles import Actor, Critic, Optim, Ref, Reward
 from rolemesh.launch.schema import Recipe
 from rolemesh.parallel.optim import OptimConfig
@@ -33,9 +34,10 @@ def graph_of(recipe: Recipe) -> StepGraph:
 def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
     """What the Megatron worker of `role` (actor, critic, ref, reward) loads and how it runs."""
     section: Actor | Critic | Ref | Reward = getattr(recipe, role)
-    optim = (
-        optim_config(section.optim, updates(recipe, steps)) if isinstance(section, Actor | Critic) else None
-    )
+    optim = None
+    if isinstance(section, Actor | Critic):
+        trained_steps = steps - recipe.batch.critic_warmup if role == "actor" else steps
+        optim = optim_config(section.optim, updates(recipe, trained_steps))
     return RoleSpec(
         path=str(section.path),
         head="lm" if role in ("actor", "ref") else "value",
@@ -45,12 +47,6 @@ def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
         new_head=isinstance(section, Critic) and section.new_head,
         temperature=recipe.rollout.temperature,
     )
-
-
-def updates(recipe: Recipe, steps: int) -> int:
-    """Optimizer updates of a run of `steps` steps: the length of a learning-rate decay."""
-    per_epoch = -(-recipe.batch.samples // recipe.batch.mini_batch)
-    return steps * recipe.batch.epochs * per_epoch
 
 
 def optim_config(optim: Optim, total_steps: int) -> OptimConfig:
@@ -146,11 +142,9 @@ def trainer_spec(recipe: Recipe, steps: int) -> TrainerSpec:
         steps=steps,
         samples_per_prompt=recipe.batch.samples_per_prompt,
         mini_batch_samples=recipe.batch.mini_batch,
-        seed=recipe.run.seed,
         advantage=advantage_spec(recipe),
         validate_every=recipe.run.validate_every,
         save_every=recipe.run.save_every,
         critic_warmup=recipe.batch.critic_warmup,
         overlap=recipe.schedule.overlap,
-        timeout_s=recipe.run.timeout_s,
     )

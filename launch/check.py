@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolemesh.launch.arithmetic import batch_lines, epoch_line
+from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, updates
 from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.live_cluster import live_cluster
@@ -101,6 +101,17 @@ def _check_prompts(recipe: Recipe, report: CheckReport) -> None:
         report.problems.append("data.train_files hold no prompts")
     else:
         report.lines.append(epoch_line(recipe, counts["train_files"]))
+        report.problems += _decays(recipe, updates(recipe, total_steps(recipe, counts["train_files"])))
+
+
+def _decays(recipe: Recipe, n_updates: int) -> Iterator[str]:
+    for role in ("actor", "critic") if recipe.has_critic else ("actor",):
+        optim = getattr(recipe, role).optim
+        if optim.decay != "constant" and optim.warmup_steps >= n_updates:
+            yield (
+                f"{role}.optim.warmup_steps is {optim.warmup_steps}, but the run has {n_updates} updates: "
+                f"the {optim.decay} decay would never begin"
+            )
 
 
 def _columns_and_rows(path: Path) -> tuple[list[str], int]:
@@ -193,9 +204,14 @@ def _plan(
         report.notes.append("placement: `where` is checked on the live cluster only")
         return None
     kind, gpus = _local_devices(recipe, offline)
+    if recipe.cluster.nodes > 1 and not offline:
+        raise RecipeError(
+            f"cluster.nodes is {recipe.cluster.nodes}, but without run.address a run has this machine alone: "
+            "give the address of a Ray cluster, or `check --offline`"
+        )
     if kind == "cuda" and not offline:
         wanted = recipe.cluster.per_node or gpus
-        if gpus == 0 or (recipe.cluster.nodes == 1 and wanted > gpus):
+        if gpus == 0 or wanted > gpus:
             raise RecipeError(
                 f"{wanted or 'at least 1'} GPUs are wanted, torch sees {gpus} (`rolemesh doctor`)"
             )
@@ -207,6 +223,11 @@ def _plan(
 
 def _live_cluster(recipe: Recipe, report: CheckReport) -> ClusterSpec:
     cluster = live_cluster(str(recipe.run.address))
+    if recipe.run.device not in ("auto", cluster.device_kind):
+        raise RecipeError(
+            f"run.device is {recipe.run.device}, but the cluster at {recipe.run.address} has "
+            f"{cluster.device_kind} devices"
+        )
     wanted = recipe.cluster.nodes * (recipe.cluster.per_node or 0)
     if wanted and cluster.n_devices != wanted:
         report.notes.append(f"cluster says {wanted} devices, the live one has {cluster.n_devices}")
@@ -215,12 +236,15 @@ def _live_cluster(recipe: Recipe, report: CheckReport) -> ClusterSpec:
 
 def _local_devices(recipe: Recipe, offline: bool) -> tuple[DeviceKind, int]:
     """Kind of device, and how many GPUs this machine has (0 when that doesn't count)."""
-    if recipe.run.device == "cpu" or recipe.cluster.device == "cpu":
+    run, cluster = recipe.run.device, recipe.cluster.device
+    if run != "auto" and cluster is not None and (run == "cpu") != (cluster == "cpu"):
+        raise RecipeError(f"run.device is {run}, but cluster.device is {cluster}: leave one of them out")
+    if "cpu" in (run, cluster):
         return "cpu", 0
+    named = run == "cuda" or cluster is not None
     if offline:
-        named = recipe.run.device == "cuda" or recipe.cluster.device is not None
         return ("cuda" if named else "cpu"), 0
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return ("cuda" if gpus or recipe.run.device == "cuda" else "cpu"), gpus
+    return ("cuda" if gpus or named else "cpu"), gpus

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class Key:
         return self.default is dataclasses.MISSING
 
 
+@functools.cache
 def members(section: type[Section]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     """Key name to (field, type) of one section; a trailing underscore keeps Python's words free (`in_`)."""
     hints = typing.get_type_hints(section)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rolemesh.launch.fields import Section, key
+from rolemesh.launch.fields import RecipeError, Section, key
 
 TrainDtype = Literal["bfloat16", "float32"]
 InferDtype = Literal["bfloat16", "float32", "float16"]
@@ -95,6 +95,11 @@ class Optim(Section):
         at_least=0,
         verl=".clip_grad",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_lr > self.lr:
+            raise RecipeError(f"min_lr is {self.min_lr:g}, above the lr of {self.lr:g}")
 
 
 def _layout(verl: str = "") -> Any:

@@ -83,12 +83,6 @@ def _check_pools(recipe: Recipe) -> None:
         check_roles({name: pool.roles for name, pool in pools.items()}, recipe.roles)
     except PlacementError as error:
         raise RecipeError(f"placement.pools: {error}") from None
-    of = {role: name for name, pool in pools.items() for role in pool.roles}
-    if of["rollout"] != of["actor"]:
-        raise RecipeError(
-            f"rollout is in pool {of['rollout']} and actor in {of['actor']}, but rollout.engine hf reads the "
-            "actor's weights in its process: put both in one pool"
-        )
     shares = sum((pool.share for pool in pools.values() if pool.share), Fraction(0))
     if shares > 1:
         raise RecipeError(

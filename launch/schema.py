@@ -45,7 +45,7 @@ class Run(Section):
     epochs: int = key(
         1, "Passes over the training prompts.", unit="epochs", at_least=1, verl="trainer.total_epochs"
     )
-    seed: int = key(1, "Seed of shuffling, sampling and new heads.", at_least=0, verl="data.seed")
+    seed: int = key(1, "Seed of shuffling and sampling.", at_least=0, verl="data.seed")
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "Device of the workers; auto takes cuda where torch sees a GPU.", verl="trainer.device"
     )
@@ -283,6 +283,11 @@ class Expect(Section):
     kind: Literal["lognormal"] = key("lognormal", "Distribution.")
     mean: float = key(doc="Mean.", unit="tokens", above=0)
     p95: float = key(doc="95th percentile.", unit="tokens", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.p95 < self.mean:
+            raise RecipeError(f"p95 is {self.p95:g}, below the mean of {self.mean:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.data.prompts import PromptDataset
+from rolemesh.engine.future import as_completed
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch, put_batch
 from rolemesh.engine.ray.cluster import joined_cluster, local_cluster
@@ -64,7 +65,7 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
                 fetch=fetch_batch,
                 log=log,
                 progress=progress,
-                on_step=lambda step, metrics: progress.end_step(step_line(step, steps, metrics)),
+                on_step=lambda step, metrics: show_step(progress, step, steps, metrics),
             ).fit()
             progress.write(f"actor exported to {log.export_dir(steps, 'actor')} (a Hugging Face folder)")
     return 0
@@ -92,11 +93,23 @@ def load_prompts(
     return train, val.collate(range(min(len(val), recipe.data.val_prompts or len(val))))
 
 
+def show_step(progress: Progress, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+    """Print a step's figures; step 0 is the look at the model before the first one."""
+    line = step_line(step, steps, metrics)
+    if step == 0:
+        progress.write(line)
+        progress.begin_steps()
+    else:
+        progress.end_step(line)
+
+
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """One line of figures for a person; the run folder's metrics.jsonl has all of them."""
     seconds = f" {metrics['timing_s/step']:.1f} s" if "timing_s/step" in metrics else ""
     figures = " ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
-    return f"step {step}/{steps}{seconds} {figures}"
+    skipped = sum(metrics.get(f"{role}/skipped_steps", 0) for role in ("actor", "critic"))
+    warning = f" | {skipped:.0f} updates skipped: their gradient was not finite" if skipped else ""
+    return f"step {step}/{steps}{seconds} {figures}{warning}"
 
 
 @contextlib.contextmanager
@@ -133,6 +146,7 @@ def _worker_groups(
         create_pools(list(pools.values()), report=progress.write)
         with ThreadPoolExecutor(len(pools)) as starting:
             list(starting.map(ResourcePool.hosts, pools.values()))
+        beside.dp_sizes = next(iter(pools.values())).dp_sizes  # its results are cut for their consumers
         progress.end("start workers")
         groups = {
             role: RayWorkerGroup(
@@ -152,10 +166,10 @@ def _worker_groups(
                 timeout_s=recipe.run.timeout_s,
             )
         progress.start("load models")
-        for future in [group.init_model(blocking=False) for group in groups.values()]:
+        loading = [group.init_model(blocking=False) for group in groups.values()]
+        for future in as_completed(loading, timeout=max(future.timeout_s for future in loading)):
             future.get()
         progress.end("load models")
-        progress.begin_steps()
         yield groups
     finally:
         for pool in [*pools.values(), beside]:

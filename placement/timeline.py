@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,53 +55,28 @@ class Timeline:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write Chrome trace JSON: a process per pool, a thread per rank, times in µs from the first span."""
-        origin_s = min((span.start_s for span in self.spans), default=0.0)
-        pools = {
-            pool: pid for pid, pool in enumerate(dict.fromkeys(span.pool for span in self.spans), start=1)
-        }
-        threads = dict.fromkeys((span.pool, span.rank) for span in self.spans)
-        events = [_name_event("process_name", pid, 0, pool) for pool, pid in pools.items()]
-        events += [_name_event("thread_name", pools[pool], rank, f"rank {rank}") for pool, rank in threads]
-        events += [
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.role,
-                "pid": pools[span.pool],
-                "tid": span.rank,
-                "ts": (span.start_s - origin_s) * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-                "args": dict(span.args),
-            }
-            for span in self.spans
-        ]
-        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_s": origin_s}}
-        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+        """Write all spans to a new file; see `TimelineFile`."""
+        TimelineFile(path).append(self.spans)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """Read what `save` wrote; times agree to about a microsecond. Raises TimelineError."""
+        """Read a `TimelineFile`; times agree to about a microsecond. Raises TimelineError."""
         try:
-            trace = json.loads(Path(path).read_text(encoding="utf-8"))
-            origin_s = trace["otherData"]["origin_s"]
-            pools = {
-                event["pid"]: event["args"]["name"]
-                for event in trace["traceEvents"]
-                if event["name"] == "process_name"
-            }
+            events = json.loads(Path(path).read_text(encoding="utf-8").removesuffix("]") + "]")
+            names = {(e["name"], e["pid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+            origin_s = float(names.get(("process_labels", 0), 0.0))
             return cls(
                 [
                     Span(
                         name=event["name"],
                         role=event["cat"],
-                        pool=pools[event["pid"]],
+                        pool=names["process_name", event["pid"]],
                         rank=event["tid"],
                         start_s=origin_s + event["ts"] / 1e6,
                         end_s=origin_s + (event["ts"] + event["dur"]) / 1e6,
                         args=event["args"],
                     )
-                    for event in trace["traceEvents"]
+                    for event in events
                     if event["ph"] == "X"
                 ]
             )
@@ -110,6 +85,53 @@ class Timeline:
 
     def _busy(self, name: str) -> list[tuple[float, float]]:
         return _union((span.start_s, span.end_s) for span in self.spans if span.name == name)
+
+
+class TimelineFile:
+    """A timeline on disk that grows as a run goes on: Chrome's trace format, a JSON array whose end may lack.
+
+    A process per pool, a thread per rank, times in µs from the first span of the first `append`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.write_text("[", encoding="utf-8")
+        self._origin_s: float | None = None
+        self._pools: dict[str, int] = {}
+        self._threads: set[tuple[str, int]] = set()
+
+    def append(self, spans: Sequence[Span]) -> None:
+        """Add spans at the end of the file; what is there already is not read."""
+        if not spans:
+            return
+        events, separator = [], ","
+        if self._origin_s is None:
+            self._origin_s, separator = min(span.start_s for span in spans), ""
+            events.append(_name_event("process_labels", 0, 0, repr(self._origin_s)))
+        for span in spans:
+            events += [*self._new_names(span), self._event(span)]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(separator + ",\n".join(map(json.dumps, events)))
+
+    def _new_names(self, span: Span) -> Iterator[dict[str, Any]]:
+        if span.pool not in self._pools:
+            self._pools[span.pool] = len(self._pools) + 1
+            yield _name_event("process_name", self._pools[span.pool], 0, span.pool)
+        if (span.pool, span.rank) not in self._threads:
+            self._threads.add((span.pool, span.rank))
+            yield _name_event("thread_name", self._pools[span.pool], span.rank, f"rank {span.rank}")
+
+    def _event(self, span: Span) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.role,
+            "pid": self._pools[span.pool],
+            "tid": span.rank,
+            "ts": (span.start_s - (self._origin_s or 0.0)) * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": dict(span.args),
+        }
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

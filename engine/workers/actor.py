@@ -42,11 +42,10 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto | None:
-        """Columns `old_log_probs` and `entropys`, fp32 `[b, R]`, under the current weights; 0 outside."""
+        """Column `old_log_probs`, fp32 `[b, R]`, under the current weights; 0 outside the response."""
 
         def score(logits: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
-            log_prob, entropy = self.log_probs(logits, micro_batch)
-            return {"old_log_probs": log_prob, "entropys": entropy}
+            return {"old_log_probs": self.log_probs(logits, micro_batch, entropy=False)[0]}
 
         return self.infer(data, score)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
@@ -19,14 +20,16 @@ def combine_steps(results: Sequence[TrainResult], group: dist.ProcessGroup) -> d
     """
     n = len(results)
     steps = [
-        {k: v.item() if k.endswith("_max") else v.item() / n for k, v in stats.items()}
-        for r in results
-        for stats in r.stats
+        {name: value.item() if name.endswith("_max") else value.item() / n for name, value in stats.items()}
+        for result in results
+        for stats in result.stats
     ]
+    norms = [result.grad_norm for result in results if not result.skipped]
     metrics = {
-        "grad_norm": sum(r.grad_norm for r in results) / n,
+        "grad_norm": sum(norms) / len(norms) if norms else math.nan,
         "lr": results[-1].lr,
-        "optimizer_steps": float(n),
+        "optimizer_steps": float(len(norms)),
+        "skipped_steps": float(n - len(norms)),
     }
     return metrics | all_reduce_dict(merge(steps), group)
 

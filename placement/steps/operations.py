@@ -28,7 +28,7 @@ OLD_LOG_PROB = Operation(
     kind="infer",
     method="compute_log_prob",
     reads=SEQUENCES,
-    writes=frozenset({"old_log_probs", "entropys"}),
+    writes=frozenset({"old_log_probs"}),
     state_reads=frozenset({"actor.weights"}),
 )
 REF_LOG_PROB = Operation(

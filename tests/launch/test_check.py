@@ -7,8 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rolemesh.launch import check as check_module
 from rolemesh.launch.check import CheckReport, check_recipe
 from rolemesh.launch.config import parse_recipe
+from rolemesh.placement.cluster import ClusterSpec
 from tests.tiny import char_tokenizer, tiny_checkpoint
 
 RECIPE = """
@@ -64,7 +66,10 @@ def test_a_recipe_that_can_run_has_no_problems_and_shows_its_plan_and_arithmetic
 def test_micro_batches_per_rank_are_counted_at_full_and_at_expected_lengths(folder):
     actor = next(line for line in check(folder).lines if line.startswith("actor: dp 1"))
     # 6 samples of 16 + 16 tokens: 4 fit into 128 tokens. Expected: 6 * (16 + 8) / 128.
-    assert "6 samples per rank and mini-batch, at most 2 micro-batches of 128 tokens (about 2" in actor
+    assert "6 samples per rank and mini-batch, at most 2 micro-batches of 128 tokens (2 at" in actor
+    longer = check(folder, "lengths.max_response_tokens=100", "lengths.expect.p95=20").lines
+    # One sample of 116 tokens fits; 6 * (16 + 8) / 128 = 1.1, 6 * (16 + 20) / 128 = 1.7, both rounded up.
+    assert "at most 6 micro-batches of 128 tokens (2 at the expected mean, 2 if all" in "\n".join(longer)
     critic = next(line for line in check(folder).lines if line.startswith("critic: dp 2"))
     assert "3 samples per rank and mini-batch, at most 1 micro-batches" in critic
 
@@ -72,6 +77,8 @@ def test_micro_batches_per_rank_are_counted_at_full_and_at_expected_lengths(fold
 def test_one_update_per_batch_is_said_to_be_on_policy(folder):
     lines = check(folder, "batch.mini_batch_samples=16").lines
     assert any("on-policy, the ratio is 1 by design" in line for line in lines)
+    for several in (["batch.mini_batch_samples=8"], ["batch.mini_batch_samples=16", "batch.epochs=2"]):
+        assert not any("on-policy" in line for line in check(folder, *several).lines)
 
 
 def test_cpu_slots_are_the_fewest_with_which_the_recipe_can_be_placed(folder):
@@ -92,6 +99,7 @@ def test_cpu_slots_are_the_fewest_with_which_the_recipe_can_be_placed(folder):
         ("rollout.max_params=1000", "vLLM"),
         ("cluster.per_node=1", "a single device cannot be split: use colocate"),
         ("actor.layout.cp=2", "cp=2 is not supported yet"),
+        ("cluster.device=h100-80", "run.device is cpu, but cluster.device is h100-80"),
     ],
 )
 def test_what_does_not_fit_is_told_with_its_numbers(folder, override: str, message: str):
@@ -165,8 +173,10 @@ def test_all_problems_are_told_at_once(folder):
 
 
 def test_nodes_that_stay_unused_are_named(folder):
-    report = check(folder, "cluster.nodes=3", "cluster.per_node=1", "actor.layout.tp=1", "critic.layout.dp=1")
+    overrides = ["cluster.nodes=3", "cluster.per_node=1", "actor.layout.tp=1", "critic.layout.dp=1"]
+    report = check_recipe(parse_recipe(RECIPE, folder, overrides), offline=True)
     assert "node node-2: 1 of its devices stay unused" in report.notes
+    assert "a run has this machine alone: give the address of a Ray cluster" in problem_of(folder, *overrides)
 
 
 def test_asking_for_gpus_that_are_not_there_is_a_problem_unless_offline(folder):
@@ -174,6 +184,10 @@ def test_asking_for_gpus_that_are_not_there_is_a_problem_unless_offline(folder):
 
     recipe = parse_recipe(RECIPE, folder, ["run.device=cuda", "cluster.per_node=64"])
     assert f"64 GPUs are wanted, torch sees {torch.cuda.device_count()}" in check_recipe(recipe).problems[0]
+    recipe = parse_recipe(
+        RECIPE, folder, ["run.device=auto", "cluster.device=h100-80", "cluster.per_node=64"]
+    )
+    assert "64 GPUs are wanted" in check_recipe(recipe).problems[0]
     recipe = parse_recipe(RECIPE, folder, ["run.device=cuda", "cluster.per_node=4"])
     assert check_recipe(recipe, offline=True).problems == []
 
@@ -186,3 +200,24 @@ def test_choosing_among_nodes_needs_a_cluster_to_choose_from(folder):
     )
     assert "set run.address" in problem_of(folder, text=text)
     assert check_recipe(parse_recipe(text, folder), offline=True).problems == []
+
+
+def test_a_decay_that_would_never_begin_is_a_problem(folder):
+    overrides = ["actor.optim.decay=cosine", "run.steps=2"]  # 3 updates each
+    assert check(folder, *overrides, "actor.optim.warmup_steps=5").problems == []
+    assert "actor.optim.warmup_steps is 6, but the run has 6 updates: the cosine decay would" in problem_of(
+        folder, *overrides, "actor.optim.warmup_steps=6"
+    )
+
+
+def test_a_live_cluster_of_another_device_kind_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(check_module, "live_cluster", lambda address: ClusterSpec.uniform(2, 4))
+    text = RECIPE.replace("device: cpu", "device: cpu, address: 10.0.0.1:6379")
+    assert "run.device is cpu, but the cluster at 10.0.0.1:6379 has cuda devices" in problem_of(
+        folder, text=text
+    )
+    report = check(
+        folder, "run.device=cuda", "cluster.nodes=3", "cluster.per_node=4", "critic.layout.dp=4", text=text
+    )
+    assert report.problems == []
+    assert "cluster says 12 devices, the live one has 8" in report.notes

@@ -173,14 +173,6 @@ def test_pools_hold_each_role_once_and_no_more_than_the_cluster(override: str, m
     assert message in error_of(PPO, override)
 
 
-def test_the_rollout_stays_with_the_actor_whose_weights_it_reads():
-    roles = "placement.pools.{}.roles=[{}]"
-    message = error_of(
-        PPO, roles.format("actor_side", "actor, ref"), roles.format("critic_side", "critic, reward, rollout")
-    )
-    assert "rollout is in pool critic_side and actor in actor_side" in message
-
-
 def test_the_built_in_rollout_is_not_cut():
     assert "rollout.layout.tp is 2" in error_of(PPO, "rollout.layout.tp=2")
 

@@ -48,9 +48,9 @@ def test_the_file_is_a_chrome_trace_with_a_process_per_pool_and_a_thread_per_ran
     timeline = _timeline(("actor", "left", 0, 100.0, 102.5), ("actor", "left", 1, 100.5, 101.0))
     timeline.add(Span("values", "critic", "right", 0, 101.0, 103.0, {"tokens": 128}))
     timeline.save(tmp_path / "timeline.json")
-    trace = json.loads((tmp_path / "timeline.json").read_text())
-    events = trace["traceEvents"]
+    events = json.loads((tmp_path / "timeline.json").read_text() + "]")
     names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert float(names.pop(("process_labels", 0, 0))) == 100.0
     assert names == {
         ("process_name", 1, 0): "left",
         ("process_name", 2, 0): "right",

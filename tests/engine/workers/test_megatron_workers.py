@@ -108,9 +108,6 @@ def test_actor_and_reference_score_responses_as_hugging_face_does(policy, layout
     reference = gathered(layout, RefWorker, spec, data, "compute_ref_log_prob")
     assert (actor.batch["old_log_probs"] - truth).abs().max() < 1e-4
     assert (reference.batch["ref_log_prob"] - truth).abs().max() < 1e-4
-    entropy = actor.batch["entropys"]
-    assert (entropy >= 0).all()
-    assert (entropy <= np.log(128) + 1e-4).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
