@@ -42,6 +42,7 @@ class HFRollout:
             )
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model.tie_weights()  # left out with the initialisation
         # Penalties and limits of the checkpoint's own generation settings would bend the policy unseen.
         model.generation_config = GenerationConfig()
         self.model: PreTrainedModel = model.requires_grad_(False).eval()
@@ -86,6 +87,14 @@ class HFRollout:
         """
         if not self.has_weights:
             raise RolloutError("generate was called before load_weights: the model has no weights yet")
+        width = prompts.batch["input_ids"].shape[1] + options.max_response_tokens
+        n_rows = max(1, options.max_batch_tokens // width)
+        return DataProto.concat(
+            [self._generate(part, options) for part in prompts.split(n_rows) or [prompts]]  # none: no rows
+        )
+
+    def _generate(self, prompts: DataProto, options: SamplingOptions) -> DataProto:
+        """`generate` on rows that fit at a time."""
         prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
         tokens, token_log_probs = self._decode(prompts, options)  # [b, n <= R], the longest response's length
         room = (0, options.max_response_tokens - tokens.shape[1])

@@ -17,6 +17,8 @@ class SamplingOptions:
 
     A response ends with the first of `eos_ids` and is padded with `pad_id`, which may be one of them.
     `top_k` 0 and `top_p` 1 mean off. `do_sample` False takes the most likely token. A new `seed` draws anew.
+    `max_batch_tokens` bounds rows x (prompt width + `max_response_tokens`) generated at a time, and so the
+    KV cache; one row is always allowed. It does not change what is drawn.
     """
 
     max_response_tokens: int
@@ -27,10 +29,13 @@ class SamplingOptions:
     top_k: int = 0
     do_sample: bool = True
     seed: int = 0
+    max_batch_tokens: int = 131_072
 
     def __post_init__(self) -> None:
         if self.max_response_tokens < 1:
             raise RolloutError(f"max_response_tokens is {self.max_response_tokens}; it must be at least 1")
+        if self.max_batch_tokens < 1:
+            raise RolloutError(f"max_batch_tokens is {self.max_batch_tokens}; it must be at least 1")
         if self.temperature <= 0:
             raise RolloutError(f"temperature is {self.temperature}; use do_sample=False for greedy decoding")
         if not 0 < self.top_p <= 1:

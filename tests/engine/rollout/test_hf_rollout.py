@@ -90,6 +90,28 @@ def test_samples_of_a_row_are_the_same_for_every_dp(engine: HFRollout) -> None:
         assert torch.equal(shards.batch["responses"], whole.batch["responses"])
 
 
+@pytest.mark.parametrize(("bound", "most_rows"), [(1, 1), (19, 1), (38, 2), (75, 3), (10**6, 7)])
+def test_a_bound_on_tokens_limits_the_rows_at_a_time_and_changes_no_sample(
+    engine: HFRollout, monkeypatch: pytest.MonkeyPatch, bound: int, most_rows: int
+) -> None:
+    prompts = left_padded_prompts([7, 1, 4, 3, 6, 2, 5])  # a row is 7 + 12 = 19 tokens
+    whole = engine.generate(prompts, OPTIONS).batch
+    at_a_time, generate = [], engine.model.generate
+
+    def counted(**kwargs: object) -> torch.Tensor:
+        at_a_time.append(len(kwargs["input_ids"]))
+        return generate(**kwargs)
+
+    monkeypatch.setattr(engine.model, "generate", counted)
+    bounded = engine.generate(prompts, replace(OPTIONS, max_batch_tokens=bound)).batch
+    assert max(at_a_time) == most_rows
+    assert sum(at_a_time) == 7
+    assert set(bounded.keys()) == set(whole.keys())
+    for name in whole.keys() - {"rollout_log_probs"}:
+        assert torch.equal(bounded[name], whole[name]), name
+    torch.testing.assert_close(bounded["rollout_log_probs"], whole["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
 def test_samples_differ_by_seed_and_by_row(engine: HFRollout) -> None:
     prompts = left_padded_prompts([5, 5])
     prompts.batch["input_ids"][1] = prompts.batch["input_ids"][0]
@@ -187,7 +209,7 @@ def test_weights_are_replaced_in_place(tmp_path: Path, family: str, tied: bool) 
     prompts, options = left_padded_prompts([3, 5]), replace(OPTIONS, do_sample=False, eos_ids=())
     for seed in (1, 2):
         model = tiny_model(tiny_config(family, tied=tied, vocab=32), seed=seed)
-        engine.load_weights(model.state_dict().items())
+        engine.load_weights(model.named_parameters())  # a shared matrix comes once
         output = engine.generate(prompts, options)
         for row in range(2):
             want = row_log_probs(model, output, row, 1.0)
@@ -211,7 +233,15 @@ def test_weights_that_do_not_cover_the_model_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_response_tokens": 0}, {"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
+    "wrong",
+    [
+        {"max_response_tokens": 0},
+        {"temperature": 0.0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"max_batch_tokens": 0},
+    ],
 )
 def test_options_out_of_range_are_refused(wrong: dict) -> None:
     with pytest.raises(RolloutError, match=next(iter(wrong))):
