@@ -1,4 +1,4 @@
-"""Layer parts for machines without Transformer Engine: attention, norm and few-KV-head projection."""
+"""Layer parts: few-KV-head projection; attention and norm for machines without Transformer Engine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ def block_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Spec of a stage of `n_layers` layers: Transformer Engine's modules where they can run, else torch's."""
     if uses_transformer_engine(device):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        layer.submodules.self_attention.module = GroupedSelfAttention
+        return layer
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention
