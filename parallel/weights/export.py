@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -40,39 +39,6 @@ def export_hf(
                 yield from _assemble(plan, parts).items()
 
 
-@torch.no_grad()
-def broadcast_hf(
-    model: nn.Module | Mapping[str, Tensor],
-    shape: ModelShape,
-    layout: Layout,
-    groups: ProcessGroupCollection,
-    *,
-    head: Head = "lm",
-) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, new whole tensor) of the whole model on every rank, each replica its own.
-
-    For consumers that hold a full copy, such as an engine that is not cut over ranks. Every rank must
-    exhaust the iterator; what it yields is all that is held beside the rank's own parameters.
-    """
-    coords = _coords(groups)
-    parameters = planned_parameters(model, stage_plan(shape, layout, coords.pp, head), coords)
-    like = next(iter(parameters.values()))
-    for pp_rank, plan in export_order(shape, layout, head):
-        parts = _gather(parameters[plan.name], plan, groups.tp) if pp_rank == coords.pp else []
-        if (pp_rank, 0) == (coords.pp, coords.tp):
-            wholes = _assemble(plan, parts)
-        else:
-            wholes = {tensor.name: like.new_empty(tensor.shape) for tensor in plan.tensors}
-        for name, whole in wholes.items():
-            dist.broadcast(whole, group=groups.mp, group_src=pp_rank * layout.tp)
-            yield name, whole
-
-
-def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """A checksum of dtype, shape and bytes for each name: equal weights have equal fingerprints."""
-    return {name: _checksum(tensor) for name, tensor in tensors}
-
-
 def _coords(groups: ProcessGroupCollection) -> Coords:
     return Coords(groups.pp.rank(), groups.dp.rank(), groups.cp.rank(), groups.tp.rank())
 
@@ -92,10 +58,3 @@ def _assemble(plan: ParameterPlan, parts: list[Tensor]) -> dict[str, Tensor]:
         for piece in cut.pieces:
             wholes[piece.tensor][piece.source] = part[piece.target]
     return wholes
-
-
-def _checksum(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous()
-    digest = hashlib.blake2b(f"{content.dtype} {tuple(content.shape)}".encode(), digest_size=16)
-    digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
