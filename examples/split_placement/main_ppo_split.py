@@ -1,14 +1,17 @@
 """PPO written out by hand: actor side and critic side on halves of the devices, their updates in parallel.
 
-`rolemesh train` does the same from `placement: split`. Here the placement, the workers and the step are
-yours to change: pools and mapping in `pools`, the two updates in `SplitActor` and `SplitCritic`, the
-algorithm in `step`.
+`rolemesh train` does the same from `placement: split`, and validates and exports on the way. Here the
+placement, the workers and the step are yours to change: pools and mapping in `pools`, the two updates in
+`SplitActor` and `SplitCritic`, the algorithm in `step`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.dispatch import Dispatch, register
+from rolemesh.engine.future import DataProtoFuture
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.cluster import local_cluster
 from rolemesh.engine.ray.pools import ResourcePoolManager
@@ -23,31 +27,42 @@ from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGrou
 from rolemesh.engine.roles import Role
 from rolemesh.engine.workers.actor import ActorWorker
 from rolemesh.engine.workers.critic import CriticWorker
+from rolemesh.engine.workers.mini_batches import plan_mini_batches
 from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.engine.workers.reward import RewardWorker
 from rolemesh.engine.workers.rollout import RolloutWorker
-from rolemesh.launch.assemble import advantage_spec, policy_loss, role_spec, rollout_spec, value_loss
+from rolemesh.launch.assemble import (
+    advantage_spec,
+    kl_controller,
+    policy_loss,
+    role_spec,
+    rollout_spec,
+    value_loss,
+)
 from rolemesh.launch.check import check_recipe
 from rolemesh.launch.config import load_recipe
+from rolemesh.launch.run_folder import open_run_folder
 from rolemesh.launch.schema import Recipe
 from rolemesh.launch.train import load_prompts
 from rolemesh.placement.layout import Layout
+
+Sizes = Sequence[Sequence[int]]  # [dp rank][mini-batch]: rows
 
 
 class SplitActor(ActorWorker):
     """The actor, whose update returns at once."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def update_actor(self, data: DataProto) -> dict[str, float]:
-        return super().update_actor(data)
+    def update_actor(self, data: DataProto, sizes: Sizes | None = None) -> dict[str, float]:
+        return super().update_actor(data, sizes)
 
 
 class SplitCritic(CriticWorker):
     """The critic, whose update returns at once."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def update_critic(self, data: DataProto) -> dict[str, float]:
-        return super().update_critic(data)
+    def update_critic(self, data: DataProto, sizes: Sizes | None = None) -> dict[str, float]:
+        return super().update_critic(data, sizes)
 
 
 def pools(devices_per_node: int, nodes: int, device: str) -> ResourcePoolManager:
@@ -75,32 +90,43 @@ def pools(devices_per_node: int, nodes: int, device: str) -> ResourcePoolManager
 def worker_groups(recipe: Recipe, manager: ResourcePoolManager, steps: int) -> dict[Role, RayWorkerGroup]:
     """A worker group for every role, its model loaded."""
     workers = {
-        Role.Actor: (
-            "actor",
-            RayClassWithInitArgs(SplitActor, role_spec(recipe, "actor", steps), policy_loss(recipe)),
-        ),
-        Role.Rollout: ("rollout", RayClassWithInitArgs(RolloutWorker, rollout_spec(recipe))),
-        Role.RefPolicy: ("ref", RayClassWithInitArgs(RefWorker, role_spec(recipe, "ref", steps))),
-        Role.Critic: (
-            "critic",
-            RayClassWithInitArgs(SplitCritic, role_spec(recipe, "critic", steps), value_loss(recipe)),
-        ),
-        Role.RewardModel: ("reward", RayClassWithInitArgs(RewardWorker, role_spec(recipe, "reward", steps))),
+        Role.Actor: ("actor", SplitActor, role_spec(recipe, "actor", steps), policy_loss(recipe)),
+        Role.Rollout: ("rollout", RolloutWorker, rollout_spec(recipe)),
+        Role.RefPolicy: ("ref", RefWorker, role_spec(recipe, "ref", steps)),
+        Role.Critic: ("critic", SplitCritic, role_spec(recipe, "critic", steps), value_loss(recipe)),
+        Role.RewardModel: ("reward", RewardWorker, role_spec(recipe, "reward", steps)),
     }
     groups = {}
-    for role, (name, worker) in workers.items():
+    for role, (name, cls, *args) in workers.items():
         pool = manager.get_resource_pool(role)
         layout = Layout.fill(getattr(recipe, name).layout.pins, pool.world_size)
+        worker = RayClassWithInitArgs(cls, *args)
         groups[role] = RayWorkerGroup(pool, worker, layout=layout, role=name, timeout_s=recipe.run.timeout_s)
     for group in groups.values():
         group.init_model()
     return groups
 
 
-def step(recipe: Recipe, wg: Mapping[Role, RayWorkerGroup], prompts: DataProto) -> dict[str, float]:
+def samples(prompts: DataProto, per_prompt: int, number: int) -> DataProto:
+    """A row for each response of step `number`: `uid` tells its prompt; `row_ids`, with the seed, its draws."""
+    prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))], dtype=object)
+    rows = prompts.repeat(per_prompt)
+    rows.batch["row_ids"] = torch.arange(len(rows)) + (number << 32)
+    return rows
+
+
+def mini_batches(recipe: Recipe, batch: DataProtoFuture, group: RayWorkerGroup) -> dict[str, Any]:
+    """Which rows each replica takes, and how many of them belong to each optimizer step."""
+    plan = plan_mini_batches(batch.ref().tokens, recipe.batch.mini_batch, group.layout.dp)
+    return {"rows": plan.rows, "sizes": plan.sizes}
+
+
+def step(
+    recipe: Recipe, wg: Mapping[Role, RayWorkerGroup], rows: DataProto, kl_coef: float
+) -> dict[str, float]:
     """One step of PPO. Calls with `blocking=False` give handles, and a handle may be passed on at once."""
     actor, critic = wg[Role.Actor], wg[Role.Critic]
-    batch = wg[Role.Rollout].generate_sequences(prompts, blocking=False)
+    batch = wg[Role.Rollout].generate_sequences(rows, blocking=False)
 
     values = critic.compute_values(batch, blocking=False)
     scores = wg[Role.RewardModel].compute_rm_score(batch, blocking=False)
@@ -108,12 +134,11 @@ def step(recipe: Recipe, wg: Mapping[Role, RayWorkerGroup], prompts: DataProto) 
     ref_log_prob = wg[Role.RefPolicy].compute_ref_log_prob(batch, blocking=False)
     batch = batch.union(old_log_probs).union(ref_log_prob).union(values).union(scores)
 
-    coef = recipe.algorithm.kl.coef
-    advantages = critic.compute_advantage(batch, advantage_spec(recipe), kl_coef=coef, blocking=False)
+    advantages = critic.compute_advantage(batch, advantage_spec(recipe), kl_coef=kl_coef, blocking=False)
     batch = batch.union(advantages)
 
-    critic_output = critic.update_critic(batch)
-    actor_output = actor.update_actor(batch)
+    critic_output = critic.update_critic(batch, **mini_batches(recipe, batch, critic))
+    actor_output = actor.update_actor(batch, **mini_batches(recipe, batch, actor))
     metrics = {name: float(np.mean(values)) for name, values in advantages.ref().meta_info["metrics"].items()}
     metrics |= critic_output.get()[0]
     metrics |= actor_output.get()[0]
@@ -130,6 +155,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()
 
     recipe = load_recipe(args.recipe, args.overrides)
+    if recipe.batch.critic_warmup:
+        parser.error("batch.critic_warmup is not in this example's step: leave it out")
     on_cpu = "cpu" in (recipe.run.device, recipe.cluster.device)
     per_node = recipe.cluster.per_node or 8
     manager = pools(per_node, recipe.cluster.nodes, "cpu" if on_cpu else "cuda")
@@ -140,27 +167,26 @@ def main() -> None:
     if args.dry_run or report.problems:
         raise SystemExit(2 if report.problems else 0)
 
-    prompts, _ = load_prompts(recipe, AutoTokenizer.from_pretrained(recipe.actor.path))
-    loader = PromptLoader(prompts, recipe.batch.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
-    steps = recipe.run.steps or len(loader) * recipe.run.epochs
+    open_run_folder(recipe)
+    dataset, _ = load_prompts(recipe, AutoTokenizer.from_pretrained(recipe.actor.path))
+    loader = PromptLoader(dataset, recipe.batch.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+    steps = len(loader) * recipe.run.epochs if recipe.run.steps is None else recipe.run.steps
+    batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps)
+    kl = kl_controller(recipe)
     with local_cluster(per_node if on_cpu else 0):
         try:
             manager.create_resource_pool()
             wg = worker_groups(recipe, manager, steps)
             wg[Role.Rollout].load_weights(wg[Role.Actor].export_weights(blocking=False))
-            done = 0
-            while done < steps:
-                for batch in loader:
-                    batch.batch["row_ids"] = torch.arange(len(batch)) + (done << 32)
-                    metrics = step(recipe, wg, batch)
-                    done += 1
-                    print(
-                        f"step {done}/{steps}",
-                        {k: round(v, 4) for k, v in sorted(metrics.items())},
-                        flush=True,
-                    )
-                    if done == steps:
-                        break
+            for number, prompts in enumerate(batches, start=1):
+                rows = samples(prompts, recipe.batch.samples_per_prompt, number)
+                metrics = step(recipe, wg, rows, kl.value)
+                kl = kl.update(metrics.get("actor/reward_kl_penalty", 0.0), len(rows))
+                shown = {name: round(value, 4) for name, value in sorted(metrics.items())}
+                print(f"step {number}/{steps}", shown, flush=True)
+            out_dir = str(Path(recipe.run.dir) / "export" / "actor")
+            wg[Role.Actor].save_hf(out_dir)
+            print(f"actor exported to {out_dir} (a Hugging Face folder)")
         finally:
             manager.shutdown()
 

@@ -1,7 +1,9 @@
 """The hand-written split placement: its dry run on the 7B shapes, and two real steps on tiny models."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from tiny import char_tokenizer, tiny_checkpoint
+from transformers import AutoModelForCausalLM
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "split_placement"
 
@@ -75,19 +78,26 @@ def test_the_dry_run_refuses_a_layout_that_does_not_divide(environment):
     assert "tp=3" in done.stdout
 
 
+def test_a_critic_warmup_is_refused_rather_than_ignored(environment):
+    script = str(EXAMPLE / "run_deepseek7b_llm.sh")
+    done = run("bash", script, "--dry-run", "batch.critic_warmup=3", env=environment)
+    assert done.returncode == 2
+    assert "critic_warmup" in done.stderr
+
+
 @pytest.mark.full
-def test_two_real_steps_with_overlapping_updates(tmp_path):
+def test_two_real_steps_follow_the_recipe_and_leave_the_actor(tmp_path):
     tiny_checkpoint(tmp_path / "policy")
     tiny_checkpoint(tmp_path / "scorer", head="score")
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}>"}) for i in range(12)))
     recipe = {
-        "run": {"steps": 2},
+        "run": {"steps": 2, "dir": "run"},
         "cluster": {"nodes": 1, "device": "cpu", "per_node": 4},
         "data": {"train_files": ["train.jsonl"], "max_prompt_tokens": 8},
-        "algorithm": {"name": "ppo", "kl": {"in": "reward", "coef": 0.01}},
-        "batch": {"prompts": 6},
+        "algorithm": {"name": "ppo", "kl": {"in": "reward", "coef": 0.5, "target": 1.0, "horizon": 120}},
+        "batch": {"prompts": 6, "samples_per_prompt": 2, "mini_batch_samples": 5},
         "lengths": {"max_response_tokens": 6},
-        "actor": {"path": "policy", "dtype": "float32"},
+        "actor": {"path": "policy", "dtype": "float32", "optim": {"lr": 0.01}},
         "ref": {"dtype": "float32"},
         "critic": {"path": "scorer", "dtype": "float32", "layout": {"tp": 2}},
         "reward": {"path": "scorer", "dtype": "float32", "layout": {"tp": 2}},
@@ -101,5 +111,12 @@ def test_two_real_steps_with_overlapping_updates(tmp_path):
         env=dict(os.environ),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout
-    assert "critic/vf_loss" in done.stdout
+    first, second = (ast.literal_eval(shown) for shown in re.findall(r"step \d/2 (\{.*\})", done.stdout))
+    assert "critic/vf_loss" in second
+    assert first["actor/log_prob_diff_max"] > 0.001  # the policy moved before the last mini-batch
+    coefs = [metrics["actor/reward_kl_penalty_coeff"] for metrics in (first, second)]
+    assert coefs == [0.5, pytest.approx(0.5 * (1 - 0.2 * 12 / 120))]  # no KL yet over 12 samples
+    out_dir = tmp_path / "run" / "export" / "actor"
+    assert f"actor exported to {out_dir}" in done.stdout
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "policy", out_dir))
+    assert not before.lm_head.weight.equal(after.lm_head.weight)
