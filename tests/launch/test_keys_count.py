@@ -1,0 +1,182 @@
+"""No key is an option that does nothing: changing it changes what is checked, placed or started."""
+
+import contextlib
+import functools
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from tiny import tiny_checkpoint
+from transformers import AutoTokenizer
+
+from rolemesh.launch import check, train
+from rolemesh.launch.config import parse_recipe, value_at
+from rolemesh.launch.fields import Key, RecipeError, declared, section_of, without_none
+from rolemesh.launch.schema import Recipe
+from rolemesh.placement.cluster import ClusterSpec, NodeSpec
+
+PPO = """
+run: {dir: run, steps: 6, device: cpu}
+cluster: {per_node: 4}
+data: {train_files: [train.jsonl], val_files: [val.jsonl], max_prompt_tokens: 16}
+algorithm: {kl: {in: reward, target: 0.1, horizon: 100}}
+batch: {prompts: 32, samples_per_prompt: 2, mini_batch_samples: 32, micro_batch_tokens: 128}
+lengths: {max_response_tokens: 100, expect: {mean: 20, p95: 40}}
+actor: {path: policy, optim: {decay: linear}}
+critic: {path: scorer, optim: {decay: linear}}
+reward: scorer
+"""
+GRPO = """
+run: {device: cpu}
+data: {train_files: train.jsonl, max_prompt_tokens: 16}
+algorithm: grpo
+batch: {prompts: 4, samples_per_prompt: 2}
+lengths: {max_response_tokens: 100}
+actor: policy
+reward: reward.py:compute_score
+"""
+POOLS = """
+placement:
+  pools:
+    NAME: {roles: [actor, rollout, ref], devices: 2}
+    other: {roles: [critic, reward], share: 1/2}
+"""
+ON_RAY = PPO.replace("device: cpu", "address: 10.0.0.1:6379") + POOLS
+BASES = (PPO, GRPO, ON_RAY)
+CHANGES = {
+    "run.dir": "elsewhere",
+    "run.device": "cuda",
+    "run.address": "10.0.0.1:6379",
+    "run.temp_dir": "elsewhere",
+    "cluster.device": "h100-80",
+    "data.train_files": "val.jsonl",
+    "data.val_files": "train.jsonl",
+    "data.prompt_key": "text",
+    "actor.path": "other",
+    "actor.optim.min_lr": "1e-7",
+    "critic.optim.min_lr": "1e-7",
+    "critic.path": "other_scorer",
+    "ref.path": "other",
+    "reward.path": "other_scorer",
+    "placement.pools.NAME.roles": "[actor, rollout]",
+    "placement.pools.NAME.share": "1/4",
+    "placement.pools.NAME.devices": "3",
+    "placement.pools.NAME.nodes": "2",
+    "placement.pools.NAME.per_node": "2",
+    "placement.pools.NAME.where.device": "h100-80",
+    "placement.pools.NAME.where.labels": "{kind: big}",
+    "placement.pools.NAME.where.resources_per_worker": "{v100: 1}",
+    "placement.pools.NAME.where.node_ip": "10.0.0.1",
+}
+# Keys that go with another, or take the place of one.
+WITH = {
+    "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],
+    "placement.pools.NAME.nodes": ["placement.pools.NAME.devices=null", "placement.pools.NAME.per_node=1"],
+    "placement.pools.NAME.per_node": ["placement.pools.NAME.devices=null", "placement.pools.NAME.nodes=1"],
+}
+LIVE = ClusterSpec((NodeSpec("a", 8, 8, "h100-80", {"kind": "big"}, {"v100": 8.0}, "10.0.0.1"),))
+STARTED = (
+    "local_cluster", "joined_cluster", "ResourcePool", "ProcessPool", "create_pools", "RayClassWithInitArgs",
+    "RayWorkerGroup", "as_completed", "RunLog", "Trainer",
+)  # fmt: skip
+
+
+def _choices(key: Key) -> tuple[Any, ...]:
+    hint = without_none(key.type)
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+KEYS = {
+    key.path: key
+    for key in declared(Recipe)
+    if not section_of(key.type) and len(_choices(key)) != 1  # a single choice cannot be changed
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("keys")
+    for seed, (name, head) in enumerate(
+        [("policy", "lm"), ("other", "lm"), ("scorer", "score"), ("other_scorer", "score")]
+    ):
+        tiny_checkpoint(root / name, head=head, seed=seed)
+    for name, texts in (("train", "abcdef"), ("val", "ghi")):
+        rows = [{"prompt": text * 3, "text": text} for text in texts]
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def outcome(folder: Path) -> Iterator[Callable[..., str]]:
+    """What a recipe leads to, as text: why it is refused, or what is told and then started.
+
+    Everything that needs Ray is stood in for and only writes down how it was made.
+    """
+    real = {name: getattr(train, name) for name in ("PromptDataset", "PromptLoader")}
+
+    def local_cluster(slots: int, **_: Any) -> contextlib.AbstractContextManager[ClusterSpec]:
+        return contextlib.nullcontext(ClusterSpec.uniform(1, slots, device_kind="cpu"))
+
+    @functools.cache
+    def run(text: str, *overrides: str) -> str:
+        started = MagicMock(**{f"{name}.side_effect": made for name, made in real.items()})
+        started.local_cluster.side_effect = local_cluster
+        started.RayWorkerGroup().init_model().timeout_s = 1.0
+        started.joined_cluster.return_value = contextlib.nullcontext(LIVE)
+        for name in (*STARTED, *real):
+            patch.setattr(train, name, getattr(started, name))
+        try:
+            recipe = parse_recipe(text, folder, overrides)
+        except RecipeError as error:
+            return f"refused: {error}"
+        report = check.check_recipe(recipe)
+        if not report.problems:
+            assert report.plan is not None
+            train.run_training(recipe, report.plan)
+        calls = re.sub(r"0x[0-9a-f]+|id='\d+'", "", "\n".join(map(str, started.mock_calls)))
+        return f"{report.text()}\n{calls}"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # overrides are relative to the working directory
+        patch.setattr(AutoTokenizer, "from_pretrained", functools.cache(AutoTokenizer.from_pretrained))
+        patch.setattr(check, "live_cluster", lambda address: LIVE)
+        for module in (check, train):
+            patch.setattr(module, "read_checkpoint", functools.cache(module.read_checkpoint))
+        yield run
+
+
+@pytest.mark.parametrize("base", BASES, ids=["ppo", "grpo", "ppo on a running cluster"])
+def test_the_recipes_of_this_test_run_and_give_the_same_twice(outcome, base: str):
+    assert "Trainer(" in outcome(base)
+    assert outcome(base) == outcome.__wrapped__(base)
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_a_changed_key_changes_what_is_checked_or_started(outcome, path: str):
+    for base in BASES if "NAME" not in path else [ON_RAY]:
+        partners = WITH.get(path, [])
+        override = f"{path}={CHANGES.get(path) or _another(KEYS[path], base)}"
+        changed = outcome(base, *partners, override)
+        if "would have no effect" not in changed:
+            assert changed != outcome(base, *partners)
+            return
+    pytest.fail(f"{override} has no effect in any of the recipes: {changed}")
+
+
+def _another(key: Key, base: str) -> Any:
+    """A value other than the one the key has in `base`."""
+    now = value_at(parse_recipe(base, Path("/")), key.path)
+    hint = without_none(key.type)
+    if choices := _choices(key):
+        return next(choice for choice in choices if choice != now)
+    if hint is bool:
+        return not now
+    if hint is int:
+        return (now or 1) + 1
+    return (now or 1.0) / 2
