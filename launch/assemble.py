@@ -45,6 +45,7 @@ def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
         optim=optim,
         micro_batch_tokens=section.micro_batch_tokens or recipe.batch.micro_batch_tokens,
         new_head=isinstance(section, Critic) and section.new_head,
+        recompute=isinstance(section, Actor | Critic) and section.recompute,
         temperature=recipe.rollout.temperature,
     )
 
@@ -96,6 +97,7 @@ def rollout_spec(recipe: Recipe) -> RolloutSpec:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        max_batch_tokens=rollout.max_batch_tokens,
         seed=recipe.run.seed,
     )
     return RolloutSpec(recipe.actor.path, recipe.actor.dtype, rollout.max_params, sampling)

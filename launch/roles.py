@@ -120,6 +120,11 @@ class Actor(Section):
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
     optim: Optim = key(Optim, "Optimizer.", verl="actor_rollout_ref.actor.optim")
     layout: LayoutPins = _layout("actor_rollout_ref.actor.megatron")
+    recompute: bool = key(
+        False,
+        "Recompute activations in the backward pass: less memory, about a third more compute.",
+        verl="actor_rollout_ref.model.enable_gradient_checkpointing",
+    )
     micro_batch_tokens: int | None = _micro_batch_tokens()
 
 
@@ -138,6 +143,11 @@ class Critic(Section):
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
     optim: Optim = key(Optim, "Optimizer.", verl="critic.optim")
     layout: LayoutPins = _layout("critic.megatron")
+    recompute: bool = key(
+        False,
+        "Recompute activations in the backward pass: less memory, about a third more compute.",
+        verl="critic.model.enable_gradient_checkpointing",
+    )
     micro_batch_tokens: int | None = _micro_batch_tokens()
 
 
@@ -210,4 +220,10 @@ class Rollout(Section):
     )
     max_params: int = key(
         2_000_000_000, "Largest model that the hf engine accepts.", unit="parameters", at_least=1
+    )
+    max_batch_tokens: int = key(
+        131072,
+        "Tokens (rows x prompt and response) that one process generates at a time: bounds its KV cache.",
+        unit="tokens",
+        at_least=1,
     )

@@ -34,6 +34,7 @@ class RoleSpec:
     optim: OptimConfig | None = None
     micro_batch_tokens: int = 16384
     new_head: bool = False
+    recompute: bool = False
     temperature: float = 1.0
 
 
@@ -57,6 +58,7 @@ class MegatronWorker(Worker):
             device=self.device,
             optim=self.spec.optim,
             new_head=self.spec.new_head,
+            recompute=self.spec.recompute,
         )
         return sum(parameter.numel() for _, parameter in self.model.named_parameters())
 
