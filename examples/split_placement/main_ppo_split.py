@@ -108,7 +108,7 @@ def worker_groups(recipe: Recipe, manager: ResourcePoolManager, steps: int) -> d
 
 
 def samples(prompts: DataProto, per_prompt: int, number: int) -> DataProto:
-    """A row for each response of step `number`: `uid` tells its prompt; `row_ids`, with the seed, its draws."""
+    """A row for each response of step `number`: `uid` is its prompt; `row_ids`, with the seed, its draws."""
     prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))], dtype=object)
     rows = prompts.repeat(per_prompt)
     rows.batch["row_ids"] = torch.arange(len(rows)) + (number << 32)
