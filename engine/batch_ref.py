@@ -271,7 +271,7 @@ def pack(proto: DataProto, cuts: Sequence[int] = ()) -> tuple[BatchRef, list[np.
         pieces = _store(values, ranges, [_pickled(name, column[start:stop]) for start, stop in ranges])
         columns[name] = ColumnRef(name, "object", column.dtype.str, column.shape[1:], pieces)
     tokens = None
-    if "attention_mask" in columns:
+    if "attention_mask" in columns and len(columns["attention_mask"].shape) == 1:
         tokens = tuple(proto.batch["attention_mask"].sum(-1).tolist())
     return BatchRef(columns, n_rows, copy.deepcopy(proto.meta_info), tokens), values
 
