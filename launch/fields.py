@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import UnionType
@@ -90,13 +90,17 @@ class Key:
         return self.default is dataclasses.MISSING
 
 
-@functools.cache
 def members(section: type[Section]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     """Key name to (field, type) of one section; a trailing underscore keeps Python's words free (`in_`)."""
-    hints = typing.get_type_hints(section)
+    hints = _hints(section)  # type: ignore[arg-type]  # classes are hashable, mypy looks at their instances
     return {
         f.name.rstrip("_"): (f, hints[f.name]) for f in dataclasses.fields(section) if "doc" in f.metadata
     }
+
+
+@functools.cache
+def _hints(section: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def without_none(hint: Any) -> Any:
