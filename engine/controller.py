@@ -21,11 +21,13 @@ Arguments = Callable[[BatchRef], Mapping[str, Any]]
 
 
 class Progress(Protocol):
-    """Who is told which operations run."""
+    """Who is told which operations run, and how many of the graph's are done."""
 
     def start(self, phase: str) -> None: ...
 
     def end(self, phase: str) -> None: ...
+
+    def advance(self, done: int, total: int) -> None: ...
 
 
 class NoProgress:
@@ -35,6 +37,9 @@ class NoProgress:
         pass
 
     def end(self, phase: str) -> None:
+        pass
+
+    def advance(self, done: int, total: int) -> None:
         pass
 
 
@@ -79,6 +84,7 @@ class Controller:
         running: dict[DataProtoFuture, Operation] = {}
         sources: dict[str, DataProtoFuture] = {}
         while len(done) < len(self.graph.operations):
+            self.progress.advance(len(done), len(self.graph.operations))
             for operation in self.graph.ready(done, {op.name for op in running.values()}):
                 if running and not self.overlap:
                     break

@@ -6,20 +6,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 
 TTY_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 10.0
-
-
-@dataclass
-class _Phase:
-    started_s: float
-    done: int
-    total: int | None
-    unit: str
 
 
 class Progress:
@@ -42,7 +33,8 @@ class Progress:
         self._interval_s = interval_s or (TTY_INTERVAL_S if self._tty else PLAIN_INTERVAL_S)
         self._clock = clock
         self._began_s = clock()
-        self._phases: dict[str, _Phase] = {}
+        self._phases: dict[str, float] = {}  # when each began
+        self._operations: tuple[int, int] | None = None  # done and total of the step
         self._steps_done = 0
         self._steps_began_s: float | None = None  # the ETA leaves out what comes before the first step
         self._last_step_s = 0.0
@@ -62,16 +54,15 @@ class Progress:
         with self._lock:
             self._clear_line()
 
-    def start(self, phase: str, total: int | None = None, unit: str = "") -> None:
-        """`phase` (an operation's name) begins; `total` of `unit` are to be done, None when not known."""
+    def start(self, phase: str) -> None:
+        """`phase` (an operation's name) begins."""
         with self._lock:
-            self._phases[phase] = _Phase(self._clock(), 0, total, unit)
+            self._phases[phase] = self._clock()
 
-    def advance(self, phase: str, done: int) -> None:
-        """`done` of the phase's total are finished (not: finished since the last call)."""
+    def advance(self, done: int, total: int) -> None:
+        """`done` of the step's `total` operations are finished."""
         with self._lock:
-            if phase in self._phases:
-                self._phases[phase].done = done
+            self._operations = (done, total)
 
     def end(self, phase: str) -> None:
         """`phase` is over."""
@@ -98,19 +89,20 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
     def render(self) -> str:
-        """The status now: `step 3/20 | generate 12/32 samples 8 s | 1:02 elapsed, 5:10 left`."""
+        """The status now: `step 3/20, 2/9 operations | values 8 s | 1:02 elapsed, 5:10 left`."""
         with self._lock:
             now = self._clock()
             step = min(self._steps_done + 1, self._total_steps)
             phases = (
-                ", ".join(_phase_text(name, p, now) for name, p in self._phases.items())
+                ", ".join(f"{name} {now - began_s:.0f} s" for name, began_s in self._phases.items())
                 or "between operations"
             )
             left = (
                 f"{_duration(self._left_s(now))} left" if self._steps_done else "time left known after step 1"
             )
+            done = "" if self._operations is None else ", {}/{} operations".format(*self._operations)
             elapsed = _duration(now - self._began_s)
-            return f"step {step}/{self._total_steps} | {phases} | {elapsed} elapsed, {left}"
+            return f"step {step}/{self._total_steps}{done} | {phases} | {elapsed} elapsed, {left}"
 
     def _left_s(self, now: float) -> float:
         began_s = self._began_s if self._steps_began_s is None else self._steps_began_s
@@ -133,11 +125,6 @@ class Progress:
     def _clear_line(self) -> None:
         if self._tty:
             self._stream.write("\r\033[K")
-
-
-def _phase_text(name: str, phase: _Phase, now: float) -> str:
-    count = "" if phase.total is None else f" {phase.done}/{phase.total}{' ' * bool(phase.unit)}{phase.unit}"
-    return f"{name}{count} {now - phase.started_s:.0f} s"
 
 
 def _duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from rolemesh.launch.config import parse_recipe
 from rolemesh.placement.cluster import ClusterSpec
 from tests.tiny import char_tokenizer, tiny_checkpoint
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = """
 run: {device: cpu}
 data: {train_files: [train.jsonl], max_prompt_tokens: 16}
@@ -221,3 +222,15 @@ def test_a_live_cluster_of_another_device_kind_is_refused(folder, monkeypatch):
     )
     assert report.problems == []
     assert "cluster says 12 devices, the live one has 8" in report.notes
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_passes_the_check_with_models_of_its_form(folder, path: Path):
+    files = {"data.train_files": "train.jsonl", "data.val_files": "train.jsonl"}
+    models = {"actor.path": "actor", "critic.path": "scorer", "reward.path": "scorer"}
+    text = path.read_text()
+    wanted = {**files, **models} if "critic:" in text else {**files, "actor.path": "actor"}
+    overrides = [f"{key}={folder / name}" for key, name in wanted.items()]
+    report = check_recipe(parse_recipe(text, path.parent, overrides))
+    assert report.problems == []
+    assert not any("unused" in note for note in report.notes)

@@ -17,14 +17,18 @@ class Clock:
 def test_the_status_names_every_running_phase_with_its_count_and_time():
     clock = Clock()
     progress = Progress(3, io.StringIO(), clock=clock)
-    progress.start("generate", 32, "samples")
+    progress.start("values")
+    clock.now += 5
     progress.start("ref_log_prob")
-    progress.advance("generate", 12)
-    clock.now += 65
-    phases = "generate 12/32 samples 65 s, ref_log_prob 65 s"
-    assert progress.render() == f"step 1/3 | {phases} | 1:05 elapsed, time left known after step 1"
+    progress.advance(2, 9)
+    clock.now += 60
+    phases = "values 65 s, ref_log_prob 60 s"
+    assert (
+        progress.render()
+        == f"step 1/3, 2/9 operations | {phases} | 1:05 elapsed, time left known after step 1"
+    )
     progress.end("ref_log_prob")
-    progress.end("generate")
+    progress.end("values")
     assert "| between operations |" in progress.render()
 
 
@@ -49,13 +53,14 @@ def test_without_a_terminal_a_line_comes_at_least_every_ten_seconds():
     assert PLAIN_INTERVAL_S <= 10
     stream = io.StringIO()
     with Progress(1, stream, interval_s=0.02) as progress:
-        progress.start("generate", 32, "samples")
+        progress.start("generate")
+        progress.advance(0, 9)
         deadline = time.monotonic() + 10
         while stream.getvalue().count("\n") < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
     lines = stream.getvalue().splitlines()
     assert len(lines) >= 3
-    assert all("generate 0/32 samples" in line for line in lines)
+    assert all("0/9 operations | generate" in line for line in lines)
     assert "\r" not in stream.getvalue()
 
 

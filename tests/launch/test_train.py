@@ -1,5 +1,6 @@
 """Whole training runs by the command line: real Ray, real megatron-core ranks, in processes of their own."""
 
+import itertools
 import json
 import os
 import signal
@@ -107,6 +108,16 @@ def test_a_split_run_overlaps_the_updates_and_the_scoring(split_run):
         overlap_share(timeline, a, b) for a in ("old_log_prob", "ref_log_prob") for b in ("values", "reward")
     ]
     assert max(scored) >= 0.5, scored
+
+
+def test_reference_critic_and_reward_model_score_at_the_same_time_on_pools_of_their_own(folder):
+    pools = {"policy": ["actor", "rollout"], "reference": ["ref"], "values": ["critic"], "scores": ["reward"]}
+    placement = {"pools": {name: {"roles": roles, "devices": 1} for name, roles in pools.items()}}
+    one_rank = {"path": "scorer", "dtype": "float32"}
+    train(recipe(folder, "apart", placement=placement, critic=one_rank, reward=one_rank), "run.steps=1")
+    timeline = Timeline.load(folder / "runs" / "apart" / "timeline.json")
+    for one, other in itertools.combinations(("ref_log_prob", "values", "reward"), 2):
+        assert overlap_share(timeline, one, other) >= 0.5, (one, other)
 
 
 def test_a_run_logs_metrics_in_verls_names(split_run):
