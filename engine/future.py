@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import queue
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -90,7 +91,8 @@ class DataProtoFuture:
 
     def add_done_callback(self, callback: Callable[[DataProtoFuture], None]) -> None:
         """Call `callback(self)` when the call ends, on the thread that ends it: it must be quick."""
-        self._source.add_done_callback(lambda _: callback(self))
+        waiting = [functools.partial(callback, self)]  # emptied: the source keeps its callbacks for good
+        self._source.add_done_callback(lambda _: waiting.pop()())
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._get_async().__await__()

@@ -74,11 +74,9 @@ class PoolQueue:
     def _work(self) -> None:
         while (call := self._next()) is not None:
             try:
-                outcome = call.run()
+                call.result.set_result(call.run())
             except BaseException as error:
                 call.result.set_exception(error)
-            else:
-                call.result.set_result(outcome)
             self._running = None
             del call  # its blocks are released as soon as the caller lets go
 

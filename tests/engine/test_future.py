@@ -2,8 +2,10 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from rolemesh.engine.batch_ref import BatchRef, pack, unpack
 from rolemesh.engine.errors import CallTimeout
 from rolemesh.engine.future import DataProtoFuture, Outcome, as_completed
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.ray.queue import Call, PoolQueue
 
 
 class Kept:
@@ -122,3 +125,42 @@ def test_a_list_of_batches_is_fetched_one_by_one(kept):
     assert three == 3
     assert [first.batch["a"][0].item(), last.batch["a"][0].item()] == [0, 5]
     assert all(isinstance(part, BatchRef) for part in (future.ref()[0], future.ref()[2]))
+
+
+@pytest.fixture
+def _no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_blocks_go_with_the_last_future_without_the_garbage_collector(kept):
+    source, future = kept.future()
+    derived = DataProtoFuture.concat([future.select(["a"]), future.slice(0, 2).select(["a"])])
+    ref = kept.put(batch())
+    held = weakref.ref(ref)
+    source.set_result(Outcome(ref))
+    assert list(as_completed([future, derived], timeout=1.0)) == [future, derived]
+    del ref, source, future
+    assert len(derived.get()) == 7
+    assert held() is None
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_a_pools_queue_keeps_nothing_of_a_call_that_ended(kept):
+    queue = PoolQueue("pool")
+    ref = kept.put(batch())
+    held = weakref.ref(ref)
+    outcomes = [Outcome(ref)]
+    _, before = kept.future(batch())
+    call = Call("role", "role.method", [before], outcomes.pop, 1.0)
+    queue.submit(call)
+    assert call.result.result(timeout=5).value is ref
+    del ref, call
+    deadline = time.monotonic() + 2
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    queue.close()
+    assert held() is None
