@@ -24,6 +24,7 @@ class WorkerContext:
     node: str
     device: str  # "cpu" or "cuda"
     layout: Layout
+    collective_timeout_s: float  # limit of every torch.distributed operation
     fetch: Callable[[BatchRef], DataProto]
 
 

@@ -1,29 +1,20 @@
-"""A running Ray cluster as a value, without waiting minutes for one that isn't there."""
+"""A running Ray cluster as a value."""
 
 from __future__ import annotations
 
-import socket
-
 from rolemesh.launch.fields import RecipeError
-from rolemesh.placement.cluster import ClusterSpec
-
-ANSWER_S = 5.0  # Ray itself tries for five minutes
+from rolemesh.placement.cluster import ClusterSpec, DeviceKind
 
 
-def live_cluster(address: str) -> ClusterSpec:
+def live_cluster(address: str, device_kind: DeviceKind | None = None) -> ClusterSpec:
     """The nodes of the cluster at `address` ("host:port" or "auto"); the connection is closed again.
 
-    Raises RecipeError when nothing listens there, RayStartError when what listens isn't Ray.
+    `device_kind` is as in `read_cluster`. Raises RecipeError when no Ray cluster answers there.
     """
-    from rolemesh.engine.ray.cluster import joined_cluster
+    from rolemesh.engine.ray.cluster import RayStartError, joined_cluster
 
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
-        except OSError as error:
-            raise RecipeError(
-                f"run.address: nothing answers at {address} ({error}); is Ray running?"
-            ) from error
-    with joined_cluster(address) as cluster:
-        return cluster
+    try:
+        with joined_cluster(address, device_kind=device_kind) as cluster:
+            return cluster
+    except RayStartError as error:
+        raise RecipeError(f"run.address: {error}; is Ray running?") from error

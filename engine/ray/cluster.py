@@ -48,13 +48,15 @@ class RayStartError(RuntimeError):
 def local_cluster(
     slots: int = 0,
     *,
+    device_kind: DeviceKind | None = None,
     temp_dir: str | os.PathLike[str] | None = None,
     object_store_bytes: int | None = None,
 ) -> Iterator[ClusterSpec]:
     """A Ray cluster of our own on this machine, stopped when the block ends however it ends.
 
-    `slots` worker places exist whatever the number of cores. It listens on loopback only and ignores other
-    clusters (and RAY_ADDRESS). `temp_dir` (default: the system's) holds its session while it runs.
+    `slots` worker places exist whatever the number of cores. `device_kind` is as in `read_cluster`; with
+    "cpu" the cluster has no GPUs. It listens on loopback only and ignores other clusters (and RAY_ADDRESS).
+    `temp_dir` (default: the system's) holds its session while it runs.
     SIGTERM ends the block as Ctrl-C does.
     When this process is killed, what it started ends within seconds all the same.
     Raises RayStartError when this process is connected to a cluster already, SessionError for an unusable
@@ -68,6 +70,7 @@ def local_cluster(
                 ray.init(
                     address="local",
                     num_cpus=os.cpu_count(),
+                    num_gpus=0 if device_kind == "cpu" else None,
                     resources={SLOT: slots} if slots else None,
                     object_store_memory=object_store_bytes or _default_object_store_bytes(),
                     include_dashboard=False,
@@ -77,16 +80,17 @@ def local_cluster(
                     _temp_dir=str(session),
                 )
             _log.info("started a Ray cluster of our own at %s", cluster_address())
-            yield read_cluster()
+            yield read_cluster(device_kind)
         finally:
             ray.shutdown()
 
 
 @contextlib.contextmanager
-def joined_cluster(address: str) -> Iterator[ClusterSpec]:
+def joined_cluster(address: str, *, device_kind: DeviceKind | None = None) -> Iterator[ClusterSpec]:
     """A running cluster ("host:port", or "auto" for the one on this machine), left running at the end.
 
-    What the run started on it is stopped with the connection. Raises RayStartError when nothing answers.
+    `device_kind` is as in `read_cluster`. What the run started on it is stopped with the connection.
+    Raises RayStartError when nothing answers.
     """
     if ray.is_initialized():
         raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
@@ -101,7 +105,7 @@ def joined_cluster(address: str) -> Iterator[ClusterSpec]:
             raise RayStartError(f"no Ray cluster answers at {address!r}: {error}") from error
         try:
             _log.info("joined the Ray cluster at %s", cluster_address())
-            yield read_cluster()
+            yield read_cluster(device_kind)
         finally:
             ray.shutdown()
 
@@ -166,7 +170,7 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
-        raise RayStartError(f"nothing answers at {address!r} within {_CONNECT_S:g} s: {error}") from error
+        raise RayStartError(f"nothing answers at {address} within {_CONNECT_S:g} s: {error}") from error
 
 
 def _default_object_store_bytes() -> int:

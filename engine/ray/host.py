@@ -60,7 +60,7 @@ class HostInfo:
 
 
 @dataclass(frozen=True)
-class RoleSpec:
+class WorkerSpec:
     """A worker to create: its class, the arguments of its constructor and its layout."""
 
     cls: type[Worker]
@@ -79,7 +79,7 @@ class Request:
     kwargs: dict[str, Any] = field(default_factory=dict)
     materialize: bool = True
     cuts: OutputCuts | None = None
-    create: RoleSpec | None = None
+    create: WorkerSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Host:
         kwargs = {name: self._resolve(value, request.materialize) for name, value in request.kwargs.items()}
         return getattr(self._roles[request.role], request.method)(*args, **kwargs)
 
-    def _create(self, role: str, spec: RoleSpec) -> Worker:
+    def _create(self, role: str, spec: WorkerSpec) -> Worker:
         place = self._place
         worker = object.__new__(spec.cls)
         worker.context = WorkerContext(
@@ -194,6 +194,7 @@ class Host:
             node=place.node,
             device=place.device,
             layout=spec.layout,
+            collective_timeout_s=place.collective_timeout_s,
             fetch=self._fetch,
         )
         worker.__init__(*spec.args, **spec.kwargs)  # type: ignore[misc]

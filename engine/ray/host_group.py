@@ -39,16 +39,22 @@ class Seat:
 class HostGroup:
     """Handles on the processes. Once `broken` is set they are killed and every call raises."""
 
-    def __init__(self, seats: Sequence[Seat], start_timeout_s: float) -> None:
+    def __init__(self, seats: Sequence[Seat]) -> None:
         actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(Host)  # type: ignore[call-overload]
         self._places = [seat.place for seat in seats]
         self._hosts = [actor.options(max_restarts=0, **seat.options).remote(seat.place) for seat in seats]
         self._infos: list[HostInfo | None] = [None] * len(seats)
-        self.broken: CallError | None = None
+        self.broken: BaseException | None = None
+
+    def connect(self, timeout_s: float) -> None:
+        """Wait for the processes and their common world; any failure names the rank and breaks the group.
+
+        Raises WorkerError, WorkerDied, CallTimeout.
+        """
         try:
-            self._connect(time.monotonic() + start_timeout_s, start_timeout_s)
-        except BaseException:
-            self.kill()
+            self._connect(time.monotonic() + timeout_s, timeout_s)
+        except BaseException as error:
+            self.break_with(error)
             raise
 
     def run(self, requests: Sequence[Request], timeout_s: float) -> list[Reply]:
@@ -81,9 +87,9 @@ class HostGroup:
             with contextlib.suppress(RayError):
                 ray.kill(host)
 
-    def break_with(self, cause: CallError) -> None:
-        """Kill the processes and remember why."""
-        self.broken = cause
+    def break_with(self, cause: BaseException) -> None:
+        """Kill the processes and remember the first cause."""
+        self.broken = self.broken or cause
         self.kill()
 
     def start(self, rank: int, request: Request) -> Any:
@@ -118,7 +124,6 @@ class HostGroup:
         return answers
 
     def _connect(self, deadline: float, limit_s: float) -> None:
-        """Start the processes and their common world; any failure names the rank."""
         self._infos = self._on_all("start", [host.info.remote() for host in self._hosts], deadline, limit_s)
         opened = [self._hosts[0].open_store.options(concurrency_group="compute").remote()]
         [(address, port)] = self._on_all("rendezvous", opened, deadline, limit_s)

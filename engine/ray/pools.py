@@ -155,7 +155,10 @@ class ResourcePool:
                     f"max_colocate_count={self.max_colocate_count}: raise it to "
                     f"{len(self._hosts) + 1} (shares of 1/{len(self._hosts) + 1})"
                 )
-            self._hosts[key] = HostGroup(self._seats, start_timeout_s)
+            self._hosts[key] = HostGroup(self._seats)  # known at once: `shutdown` ends it while it starts
+            if self._shut_down:
+                self._hosts[key].kill()
+            self._hosts[key].connect(start_timeout_s)
         hosts = self._hosts[key]
         if hosts.broken is not None:
             cause = str(hosts.broken).partition("\n")[0]
@@ -166,7 +169,7 @@ class ResourcePool:
         """Kill the processes, fail the calls that wait, give the devices back."""
         self._shut_down = True
         self.queue.close()
-        for hosts in self._hosts.values():
+        for hosts in list(self._hosts.values()):
             if hosts.broken is None:
                 hosts.break_with(CallError(f"pool {self.name!r} was shut down"))
         if self.placement_group is not None:

@@ -21,7 +21,7 @@ from rolemesh.engine.dispatch import (
 from rolemesh.engine.future import DataProtoFuture, Outcome, RankSpan
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch, put_batch
-from rolemesh.engine.ray.host import Reply, Request, RoleSpec
+from rolemesh.engine.ray.host import Reply, Request, WorkerSpec
 from rolemesh.engine.ray.host_group import HostGroup
 from rolemesh.engine.ray.pools import ResourcePool
 from rolemesh.engine.ray.queue import Call
@@ -80,7 +80,7 @@ class RayWorkerGroup:
             )
         self._own_process_of = self.role if own_process else None
         resource_pool.add_role(self.role, self.layout.dp)
-        spec = RoleSpec(cls, ray_cls_with_init.args, ray_cls_with_init.kwargs, self.layout)
+        spec = WorkerSpec(cls, ray_cls_with_init.args, ray_cls_with_init.kwargs, self.layout)
         self._submit("__init__", [], functools.partial(self._create, spec), timeout_s).get()
         for name, registration in registered_methods(cls).items():
             if hasattr(type(self), name) or name in self.__dict__:
@@ -137,7 +137,7 @@ class RayWorkerGroup:
         within_s = self.resource_pool.queue.submit(call)
         return DataProtoFuture(call.result, name=call.name, fetch=fetch_batch, timeout_s=within_s)
 
-    def _create(self, spec: RoleSpec) -> Outcome:
+    def _create(self, spec: WorkerSpec) -> Outcome:
         requests = [Request(self.role, "__init__", create=spec)] * self.world_size
         return Outcome(None, _spans(self._hosts().run(requests, self.timeout_s)))
 

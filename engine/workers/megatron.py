@@ -52,7 +52,7 @@ class MegatronWorker(Worker):
         self.model = ParallelModel(
             self.spec.path,
             self.layout,
-            make_groups(self.layout),
+            make_groups(self.layout, timeout_s=self.context.collective_timeout_s),
             head=self.spec.head,
             dtype=getattr(torch, self.spec.dtype),
             device=self.device,

@@ -1,5 +1,6 @@
 """Our own Ray beside others, and that nothing stays behind however the driver ends."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from rolemesh.engine.ray.cluster import (
     RayStartError,
@@ -21,7 +23,7 @@ from rolemesh.engine.ray.cluster import (
     local_cluster,
     read_cluster,
 )
-from rolemesh.engine.ray.session import SessionError
+from rolemesh.engine.ray.session import SessionError, session_directory
 
 pytestmark = pytest.mark.full
 
@@ -37,7 +39,7 @@ DRIVER = (
 LAUNCHER = {list(LAUNCHER)}
 """
     + """
-import json, os, sys, time
+import json, os, time
 import ray, torch, torch.distributed as dist
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.ray.cluster import cluster_address, local_cluster
@@ -68,23 +70,16 @@ with local_cluster(4, object_store_bytes=2**28) as cluster:
         "looks": group.look(),
     }
     print(json.dumps(found), flush=True)
-    if sys.argv[1] == "stay":
-        group.sleep()
+    group.sleep()
 """
 )
 OTHER_RAY = """
 import json, time, ray
 resources = {"rolemesh_slot": 3, "TPU": 1}
-ray.init(address="local", num_cpus=1, num_gpus=0, resources=resources, include_dashboard=False)
+ray.init(address="local", num_cpus=1, num_gpus=1, resources=resources, include_dashboard=False)
 print(json.dumps(ray.get_runtime_context().gcs_address), flush=True)
 time.sleep(600)
 """
-
-
-def start_driver(mode: str, **env: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, mode], env={**os.environ, **env}, stdout=subprocess.PIPE, text=True
-    )
 
 
 def first_line(driver: subprocess.Popen) -> dict:
@@ -98,11 +93,24 @@ def ends(processes: list[psutil.Process], within_s: float) -> list[str]:
     return [" ".join(process.cmdline())[:80] for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_two_runs_at_once_each_have_their_own_cluster_and_no_launchers_world():
-    drivers = [start_driver("end", RAY_ADDRESS="192.0.2.1:6379", **LAUNCHER) for _ in range(2)]
-    found = [first_line(driver) for driver in drivers]
-    assert [driver.wait(timeout=30) for driver in drivers] == [0, 0]
-    assert found[0]["address"] != found[1]["address"]
+@pytest.fixture(scope="module")
+def drivers():
+    """Three runs started at once under a launcher, each asleep in a call; by the signal to stop it with."""
+    env = {**os.environ, "RAY_ADDRESS": "192.0.2.1:6379", **LAUNCHER}
+    started = {
+        how: subprocess.Popen([sys.executable, "-c", DRIVER], env=env, stdout=subprocess.PIPE, text=True)
+        for how in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    }
+    yield {how: (driver, first_line(driver)) for how, driver in started.items()}
+    for driver in started.values():
+        with contextlib.suppress(ProcessLookupError):
+            driver.kill()
+        driver.wait(timeout=10)
+
+
+def test_runs_at_once_each_have_their_own_cluster_and_no_launchers_world(drivers):
+    found = [run for _, run in drivers.values()]
+    assert len({run["address"] for run in found}) == 3
     for run in found:
         assert run["address"].startswith("127.0.0.1:")
         assert run["kept"] == "5", "the driver's own environment stays as it was"
@@ -112,12 +120,11 @@ def test_two_runs_at_once_each_have_their_own_cluster_and_no_launchers_world():
 @pytest.mark.parametrize(
     ("how", "within_s"), [(signal.SIGINT, 15), (signal.SIGTERM, 15), (signal.SIGKILL, 30)]
 )
-def test_no_process_stays_after_the_driver_is_stopped(how, within_s):
-    driver = start_driver("stay")
-    session = first_line(driver)["session"]
+def test_no_process_stays_after_the_driver_is_stopped(drivers, how, within_s):
+    driver, found = drivers[how]
+    session = found["session"]
     ours = psutil.Process(driver.pid).children(recursive=True)
     assert len(ours) > 4
-    time.sleep(0.5)
     driver.send_signal(how)
     start = time.monotonic()
     assert ends(ours, within_s) == []
@@ -129,15 +136,13 @@ def test_a_running_cluster_is_joined_by_address_and_left_running():
     other = subprocess.Popen([sys.executable, "-c", OTHER_RAY], stdout=subprocess.PIPE, text=True)
     try:
         address = first_line(other)
-        for _ in range(2):
-            with joined_cluster(address) as cluster:
+        for kind, n_devices in (("cpu", 3), (None, 1)):
+            with joined_cluster(address, device_kind=kind) as cluster:
                 assert cluster_address() == address
-                assert read_cluster("cpu").n_devices == 3
+                assert (cluster.device_kind, cluster.n_devices) == (kind or "cuda", n_devices)
                 assert [node.resources for node in cluster.nodes] == [{"TPU": 1.0}]
                 with pytest.raises(RayStartError, match="already"), local_cluster(1):
                     pass
-        with local_cluster(2, object_store_bytes=2**27) as own:
-            assert own.n_devices == 2
         assert other.poll() is None
     finally:
         other.send_signal(signal.SIGTERM)
@@ -148,13 +153,16 @@ def test_a_running_cluster_is_joined_by_address_and_left_running():
     assert time.monotonic() - start < 10
 
 
-def test_slots_are_logical_and_a_long_session_directory_goes(tmp_path):
+def test_slots_are_logical_gpus_stay_out_of_a_cpu_run_and_a_long_session_directory_goes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: 2)
     parent = tmp_path / ("x" * 80)
-    with local_cluster(64, temp_dir=parent, object_store_bytes=2**27) as cluster:
+    with local_cluster(64, device_kind="cpu", temp_dir=parent, object_store_bytes=2**27) as cluster:
         assert [node.devices for node in cluster.nodes] == [64]
         assert cluster.device_kind == "cpu"
         assert cluster.nodes[0].cpus == os.cpu_count()
-        assert read_cluster("cuda").n_devices == ray.cluster_resources().get("GPU", 0)
+        assert read_cluster("cuda").n_devices == ray.cluster_resources().get("GPU", 0) == 0
         assert len(list(parent.iterdir())) == 1
     assert list(parent.iterdir()) == []
     assert not ray.is_initialized()
@@ -169,11 +177,11 @@ def test_a_temp_dir_that_cannot_be_written_is_refused(tmp_path):
         pass
 
 
-def test_a_nearly_full_disk_is_warned_about(monkeypatch):
+def test_a_nearly_full_disk_is_warned_about(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100 * 2**30, 97 * 2**30, 3 * 2**30))
     with (
         pytest.warns(UserWarning, match=r"3\.0% of its disk free \(3\.0 GiB\)"),
-        local_cluster(1, object_store_bytes=2**27),
+        session_directory(tmp_path),
     ):
         pass

@@ -63,6 +63,7 @@ class Plain(Worker):
             "pid": os.getpid(),
             "world": self.world,
             "leaked": [name for name in names if name in os.environ],
+            "collective_timeout_s": self.context.collective_timeout_s,
             "threads": (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()),
         }
 
@@ -295,11 +296,12 @@ def test_a_wrong_layout_or_a_second_role_of_one_name_is_refused(groups):
 
 
 def test_a_role_may_have_its_own_process_on_a_shared_device(cluster):
-    pool = ResourcePool([1], max_colocate_count=2, name_prefix="shared")
+    pool = ResourcePool([1], max_colocate_count=2, name_prefix="shared", collective_timeout_s=77.0)
     try:
         one = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 2), role="one")
         two = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 3), role="two", own_process=True)
         assert one.pids != two.pids
+        assert two.place()[0]["collective_timeout_s"] == 77.0
         assert two.scaled(one.scaled(numbered(3))).get(60).batch["x"].ravel().tolist() == [0, 6, 12]
     finally:
         pool.shutdown()

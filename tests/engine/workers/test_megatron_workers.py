@@ -60,7 +60,7 @@ def batch(n_rows: int = 7, prompt: int = 6, response: int = 5, seed: int = 0) ->
 def worker(cls, rank: int, layout: Layout, *args):
     made = cls.__new__(cls)
     made.context = WorkerContext(
-        "role", "pool", rank, layout.world, rank, "node", "cpu", layout, fetch=lambda ref: ref
+        "role", "pool", rank, layout.world, rank, "node", "cpu", layout, 60.0, fetch=lambda ref: ref
     )
     made.__init__(*args)
     made.init_model()
