@@ -114,13 +114,14 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
 
 @contextlib.contextmanager
 def _cluster(recipe: Recipe, checked: PlacementPlan) -> Iterator[ClusterSpec]:
+    """The cluster at `run.address`, or one of our own with the devices of the plan."""
+    kind = checked.pools[0].device_kind
     if recipe.run.address is not None:
-        with joined_cluster(recipe.run.address) as cluster:
+        with joined_cluster(recipe.run.address, device_kind=kind) as cluster:
             yield cluster
         return
-    idle = sum(checked.idle.values())
-    on_cpu = checked.pools[0].device_kind == "cpu"
-    with local_cluster(checked.n_devices + idle if on_cpu else 0, temp_dir=recipe.run.temp_dir) as cluster:
+    slots = checked.n_devices + sum(checked.idle.values()) if kind == "cpu" else 0
+    with local_cluster(slots, device_kind=kind, temp_dir=recipe.run.temp_dir) as cluster:
         yield cluster
 
 
@@ -144,8 +145,8 @@ def _worker_groups(
     try:
         progress.start("start workers")
         create_pools(list(pools.values()), report=progress.write)
-        with ThreadPoolExecutor(len(pools)) as starting:
-            list(starting.map(ResourcePool.hosts, pools.values()))
+        starting = ThreadPoolExecutor(len(pools))  # not joined: the shutdown below ends a start that hangs
+        list(starting.map(ResourcePool.hosts, pools.values()))
         beside.dp_sizes = next(iter(pools.values())).dp_sizes  # its results are cut for their consumers
         progress.end("start workers")
         groups = {

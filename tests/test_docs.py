@@ -94,8 +94,9 @@ def test_the_readmes_command_for_an_own_model_runs_on_checkpoints_and_data_in_th
         }
         pq.write_table(pa.table(rows), data / f"{name}.parquet")
     (command,) = [line for line in commands("README.md") if "models/" in line]
-    output = run(command + " run.steps=1", clone)
-    assert "step 1/1" in output + (clone / "runs" / "gsm8k" / "metrics.jsonl").read_text()
+    run(command + " run.steps=1", clone)
+    before, after = map(json.loads, (clone / "runs" / "gsm8k" / "metrics.jsonl").open())
+    assert (before["step"], after["step"], after["training/rows"]) == (0, 1, 64)
     exported = clone / "runs" / "gsm8k" / "export" / "step_1" / "actor"
     assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"]
 
@@ -104,4 +105,4 @@ def test_the_programming_guides_program_runs(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("\n".join(blocks("docs/programming.md", "python")))
     output = run(f"{sys.executable} {program}", tmp_path)
-    assert "tensor([ 0., 10., 20., 30., 40., 50., 60.])" in output
+    assert "[ 0., 10., 20., 30., 40., 50., 60.]" in output

@@ -173,7 +173,7 @@ def main() -> None:
     steps = len(loader) * recipe.run.epochs if recipe.run.steps is None else recipe.run.steps
     batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps)
     kl = kl_controller(recipe)
-    with local_cluster(per_node if on_cpu else 0):
+    with local_cluster(per_node if on_cpu else 0, device_kind="cpu" if on_cpu else "cuda"):
         try:
             manager.create_resource_pool()
             wg = worker_groups(recipe, manager, steps)
