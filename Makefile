@@ -1,5 +1,5 @@
 # Every target does its own set-up into .venv and is quick once that is done.
-#   TORCH_INDEX=URL   index to take torch from, such as https://download.pytorch.org/whl/cpu
+#   TORCH_INDEX=URL   index to take torch from (a CPU or CUDA build, as PyTorch's installation page lists them)
 #   PYTHON=python3.12 the Python that .venv is made with
 #   TESTS="..."       pytest marker expression of `make test`
 
