@@ -102,6 +102,14 @@ def test_causes_are_printed_down_to_the_first():
     ]
 
 
+def test_a_cause_that_the_error_quotes_is_not_said_twice():
+    error = RuntimeError("reward failed on rank 0:\n  File x, line 1\nValueError: no score\nlog: worker.err")
+    error.__cause__ = ValueError("no score")
+    assert cli.describe_error(error).count("no score") == 1
+    error.__cause__ = KeyError()
+    assert cli.describe_error(error).endswith("caused by: KeyError: ")
+
+
 def test_ctrl_c_ends_a_command_with_130():
     code = (
         "import time, rolemesh.launch.describe as d\n"
