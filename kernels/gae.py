@@ -1,11 +1,11 @@
 """Generalised advantage estimation (Schulman et al. 2016)."""
 
-import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rolemesh.kernels import _cpu  # type: ignore[attr-defined]  # compiled
+from rolemesh.kernels.forms import Kernel
 
 
 def gae(
@@ -32,20 +32,29 @@ def gae(
         raise ValueError(f"rewards, values and mask must all be [b, R], got {', '.join(map(str, shapes))}")
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam is {lam}, both must lie in [0, 1]")
-    dtype = torch.promote_types(torch.float32, torch.promote_types(token_level_rewards.dtype, values.dtype))
-    rewards, values = token_level_rewards.detach().to(dtype), values.detach().to(dtype)
-    mask = response_mask.bool()
-    if values.device.type == "cpu" and os.environ.get("ROLEMESH_KERNELS") != "reference":
-        advantages = torch.empty(values.shape, dtype=dtype)
-        as_bytes = mask.contiguous().view(torch.uint8)
-        _cpu.gae(rewards.contiguous(), values.contiguous(), as_bytes, gamma, lam, advantages)
-    else:
-        advantages = gae_reference(rewards, values, mask, gamma, lam)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    return _gae(token_level_rewards.detach(), values.detach(), response_mask, gamma, lam)
 
 
-def gae_reference(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
-    """Advantages [b, R] by a loop over time in float64: the plain form that the others are compared with."""
+@torch.library.custom_op("rolemesh::gae", mutates_args=())
+def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    dtype = _result_dtype(rewards, values)
+    return _kernel(rewards.to(dtype), values.to(dtype), mask.bool(), gamma, lam)
+
+
+@_gae.register_fake
+def _(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    result = values.new_empty(values.shape, dtype=_result_dtype(rewards, values))
+    return result, torch.empty_like(result)
+
+
+def _result_dtype(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def gae_reference(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [b, R] by a loop over time in float64: the plain form."""
     advantages = torch.zeros_like(values)
     next_value = running = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     for t in reversed(range(values.shape[1])):
@@ -54,4 +63,24 @@ def gae_reference(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, l
         running = torch.where(keep, delta + gamma * lam * running, running)
         next_value = torch.where(keep, value, next_value)
         advantages[:, t] = torch.where(keep, running, 0.0)
-    return advantages
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def _cpp(
+    cpu: Any, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    advantages, returns = values.new_empty(values.shape), values.new_empty(values.shape)
+    cpu.gae(
+        rewards.contiguous(),
+        values.contiguous(),
+        mask.contiguous().view(torch.uint8),
+        gamma,
+        lam,
+        advantages,
+        returns,
+        torch.get_num_threads(),
+    )
+    return advantages, returns
+
+
+_kernel = Kernel("gae", reference=gae_reference, cpp=_cpp, triton="advantages")

@@ -5,7 +5,7 @@ import torch
 from golden import match
 from torch import Tensor
 
-from rolemesh.kernels import _cpu, gae
+from rolemesh.kernels import gae
 
 
 def batch(n_rows: int, n_steps: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,17 +26,6 @@ def test_the_compiled_form_equals_the_plain_one(
     for left, right in zip(compiled, plain, strict=True):
         assert left.dtype == dtype
         match(left, right, rtol=1e-6, atol=1e-6)
-
-
-def test_the_environment_chooses_the_plain_form(monkeypatch: pytest.MonkeyPatch):
-    def compiled(*args: object) -> None:
-        raise AssertionError("the compiled form was called")
-
-    monkeypatch.setattr(_cpu, "gae", compiled)
-    with pytest.raises(AssertionError):
-        gae(*batch(2, 3), 0.9, 0.9)
-    monkeypatch.setenv("ROLEMESH_KERNELS", "reference")
-    gae(*batch(2, 3), 0.9, 0.9)
 
 
 @pytest.mark.parametrize("forced", ["", "reference"])

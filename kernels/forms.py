@@ -1,0 +1,103 @@
+"""Which form of an operation runs (C++, Triton or plain torch), and the record of those that did.
+
+A CPU takes the C++ form: `avx2` where the processor has AVX2, FMA and F16C, else `portable`. A GPU takes
+`triton`. The environment variable `ROLEMESH_KERNELS` forces `reference` (plain torch), `portable` or `triton`
+(on a CPU: in Triton's interpreter).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rolemesh.kernels import _cpu  # type: ignore[attr-defined]  # compiled
+
+FORMS = ("reference", "portable", "triton")
+
+_recorded: ContextVar[set[str] | None] = ContextVar("recorded", default=None)
+
+
+def form_of(device: torch.device) -> str:
+    """The form that runs on `device`: `avx2`, `portable`, `triton` or `reference`.
+
+    Raises ValueError for a value of `ROLEMESH_KERNELS` that is none of `FORMS`, or that cannot run there.
+    """
+    forced = os.environ.get("ROLEMESH_KERNELS", "")
+    if forced not in ("", *FORMS):
+        raise ValueError(f"ROLEMESH_KERNELS is {forced!r}; leave it out or set one of {', '.join(FORMS)}")
+    if forced == "portable" and device.type != "cpu":
+        raise ValueError(f"ROLEMESH_KERNELS is 'portable', which runs on a CPU only, not on {device}")
+    if forced:
+        return forced
+    if device.type == "cpu":
+        return _cpu_form()
+    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "reference"
+
+
+@cache
+def _cpu_form() -> str:
+    return "avx2" if _cpu.has_avx2() else "portable"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operation in its three forms, called with the same arguments; the first tensor's device chooses.
+
+    Attributes:
+        name: as records show it.
+        reference: plain torch.
+        cpp: takes the compiled module of the chosen instruction set before the arguments.
+        triton: the module below `rolemesh.kernels.triton` that holds a function called `name`.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    cpp: Callable[..., Any]
+    triton: str
+
+    def __call__(self, first: Tensor, *rest: Any) -> Any:
+        """Run the form that `form_of(first.device)` names, and note it for `record_kernels`."""
+        form = form_of(first.device)
+        note_kernel(self.name, form)
+        if form == "reference":
+            return self.reference(first, *rest)
+        if form == "triton":
+            return getattr(import_module(f"rolemesh.kernels.triton.{self.triton}"), self.name)(first, *rest)
+        return self.cpp(getattr(_cpu, form), first, *rest)
+
+
+def note_kernel(name: str, form: str) -> None:
+    """Tell the innermost `record_kernels` of this thread, if there is one, that `name` ran as `form`."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.add(f"{name}/{form}")
+
+
+@contextmanager
+def record_kernels() -> Iterator[set[str]]:
+    """Collect `name/form` of every kernel that this thread calls inside, forward passes and backward ones."""
+    names: set[str] = set()
+    token = _recorded.set(names)
+    try:
+        yield names
+    finally:
+        _recorded.reset(token)
+
+
+def group_name(group: dist.ProcessGroup | None) -> str | None:
+    """The name by which a process group enters an operation that `torch.library` knows."""
+    return None if group is None else group.group_name
+
+
+def group_named(name: str | None) -> dist.ProcessGroup | None:
+    """The process group of that name. Raises RuntimeError where this process has none."""
+    return None if name is None else dist.distributed_c10d._resolve_process_group(name)
