@@ -15,6 +15,7 @@ using In2 = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Out2 = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+void bind_log_prob(nb::module_& module, const Kernels& kernels);
 void bind_advantages(nb::module_& module, const Kernels& kernels);
 
 }  // namespace rolemesh

@@ -22,8 +22,16 @@ template <typename T>
 using Gae = void(const T* rewards, const T* values, const uint8_t* mask, int64_t rows, int64_t steps,
                  double gamma, double lam, T* advantages, T* returns, int threads);
 
+// stats [4, rows] and numbers [5, rows] are double for f64 logits, else float; log_prob.py says what they hold.
+using LogProbStats = void(Matrix logits, const int64_t* labels, void* stats, double inv_temperature, bool entropy,
+                          int threads);
+using LogProbBackward = void(Matrix logits, const int64_t* labels, const void* numbers, double inv_temperature,
+                             bool entropy, Matrix out, int threads);
+
 // One instruction set's functions, as pointers.
 struct Kernels {
+    LogProbStats* log_prob_stats;
+    LogProbBackward* log_prob_backward;
     Gae<float>* gae_f32;
     Gae<double>* gae_f64;
 };

@@ -4,6 +4,7 @@
 using namespace rolemesh;
 
 static void bind(nb::module_ module, const Kernels& kernels) {
+    bind_log_prob(module, kernels);
     bind_advantages(module, kernels);
 }
 

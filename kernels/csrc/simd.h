@@ -1,0 +1,212 @@
+// Vectors of the instruction set that this file is compiled for: 32 bytes with AVX2, else 16.
+//
+// `Vector<A>` holds numbers of type A, in which sums are formed; `load` and `store` turn memory's types into it.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+namespace rolemesh::ROLEMESH_ISA {
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+
+#ifdef __AVX2__
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+#define ROLEMESH_VECTOR(T, name) typedef T name __attribute__((vector_size(kVectorBytes)))
+
+// The constants of 2^y. y + kMagic is y rounded to a whole number n, with n + bias in its lowest bits: shifted left by
+// the mantissa's width those are the bits of the number 2^n.
+template <typename A>
+struct Vector;
+
+template <>
+struct Vector<float> {
+    ROLEMESH_VECTOR(float, V);
+    ROLEMESH_VECTOR(uint32_t, Bits);
+    static constexpr int kLanes = kVectorBytes / 4, kMantissa = 23;
+    static constexpr float kMagic = 0x1.8p23f + 127, kLowest = -127;
+    // Minimax of relative error 2e-9 on [-1/2, 1/2] (Remez); rounding makes it at most 1 ulp.
+    static constexpr float kPolynomial[] = {0x1p0f,         0x1.62e43p-1f,  0x1.ebfbdap-3f, 0x1.c6aed4p-5f,
+                                            0x1.3b2dbcp-7f, 0x1.5f456ap-10f, 0x1.41d334p-13f};
+};
+
+template <>
+struct Vector<double> {
+    ROLEMESH_VECTOR(double, V);
+    ROLEMESH_VECTOR(uint64_t, Bits);
+    static constexpr int kLanes = kVectorBytes / 8, kMantissa = 52;
+    static constexpr double kMagic = 0x1.8p52 + 1023, kLowest = -1023;
+    // ln(2)^k / k!, Taylor: the first term left out is below 1e-17.
+    static constexpr double kPolynomial[] = {1.0,
+                                             0.6931471805599453,
+                                             0.2402265069591007,
+                                             0.055504108664821576,
+                                             0.009618129107628477,
+                                             0.0013333558146428441,
+                                             0.00015403530393381606,
+                                             1.5252733804059838e-05,
+                                             1.3215486790144305e-06,
+                                             1.0178086009239696e-07,
+                                             7.054911620801121e-09,
+                                             4.44553827187081e-10,
+                                             2.5678435993488196e-11,
+                                             1.3691488853904124e-12};
+};
+
+template <typename A>
+using Vec = typename Vector<A>::V;
+template <typename A>
+using Bits = typename Vector<A>::Bits;
+
+// The larger of each pair; b where either is NaN, as the instruction has it.
+template <typename V>
+static inline V max_or_second(V a, V b) {
+    return a > b ? a : b;
+}
+
+// a * b + c, with one rounding where the processor can.
+template <typename V>
+static inline V multiply_add(V a, V b, V c) {
+    return a * b + c;
+}
+#ifdef __FMA__
+template <>
+inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+template <>
+inline Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+    return _mm256_fmadd_pd(a, b, c);
+}
+#endif
+
+// 2^y for y in [kLowest, 127]; exactly 0 at kLowest, NaN for NaN.
+template <typename A>
+static inline Vec<A> exp2_of(Vec<A> y) {
+    using Type = Vector<A>;
+    const Vec<A> rounded = y + Type::kMagic;
+    const Vec<A> fraction = y - (rounded - Type::kMagic);
+    constexpr int n = sizeof(Type::kPolynomial) / sizeof(A);
+    Vec<A> power = Type::kPolynomial[n - 1] + Vec<A>{};
+#pragma GCC unroll 16
+    for (int k = n - 2; k >= 0; --k) power = multiply_add(power, fraction, Type::kPolynomial[k] + Vec<A>{});
+    return power * Vec<A>(Bits<A>(rounded) << Type::kMantissa);
+}
+
+// The sum of the lanes, in double.
+template <typename V>
+static inline double sum_of(V v) {
+    double sum = 0;
+    for (unsigned k = 0; k < sizeof(V) / sizeof(v[0]); ++k) sum += double(v[k]);
+    return sum;
+}
+
+template <typename V>
+static inline auto max_of(V v) {
+    auto most = v[0];
+    for (unsigned k = 1; k < sizeof(V) / sizeof(v[0]); ++k) most = v[k] > most ? v[k] : most;
+    return most;
+}
+
+typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+
+static inline Vec<float> load(const float* x) {
+    Vec<float> v;
+    __builtin_memcpy(&v, x, sizeof v);
+    return v;
+}
+
+static inline Vec<double> load(const double* x) {
+    Vec<double> v;
+    __builtin_memcpy(&v, x, sizeof v);
+    return v;
+}
+
+static inline Vec<float> load(const bf16* x) {
+    Halves halves;
+    __builtin_memcpy(&halves, x, sizeof halves);
+    return Vec<float>(__builtin_convertvector(halves, Bits<float>) << 16);
+}
+
+static inline Vec<float> load(const f16* x) {
+    Halves halves;
+    __builtin_memcpy(&halves, x, sizeof halves);
+#ifdef __F16C__
+    return _mm256_cvtph_ps(__m128i(halves));
+#else
+    // Exponent and mantissa in their float32 place; 2^112 moves the bias, subnormal numbers come out right too.
+    const Bits<float> bits = __builtin_convertvector(halves, Bits<float>), magnitude = (bits & 0x7fff) << 13;
+    const Bits<float> finite = Bits<float>(Vec<float>(magnitude) * 0x1p112f), special = magnitude | 0x7f800000;
+    return Vec<float>((magnitude >= 0x0f800000 ? special : finite) | (bits & 0x8000) << 16);
+#endif
+}
+
+static inline void store(float* x, Vec<float> v) { __builtin_memcpy(x, &v, sizeof v); }
+
+static inline void store(double* x, Vec<double> v) { __builtin_memcpy(x, &v, sizeof v); }
+
+// Lanes that fit into 16 bits, as 16 bits.
+static inline Halves narrow(Bits<float> bits) {
+#ifdef __AVX2__
+    return Halves(_mm_packus_epi32(_mm256_castsi256_si128(__m256i(bits)), _mm256_extracti128_si256(__m256i(bits), 1)));
+#else
+    return __builtin_convertvector(bits, Halves);
+#endif
+}
+
+// Rounds to nearest, ties to even.
+static inline void store(bf16* x, Vec<float> v) {
+    const Bits<float> bits = Bits<float>(v), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Halves halves = narrow(v == v ? rounded : (bits >> 16 | 0x40));
+    __builtin_memcpy(x, &halves, sizeof halves);
+}
+
+static inline void store(f16* x, Vec<float> v) {
+#ifdef __F16C__
+    const Halves halves = Halves(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    const Bits<float> sign = Bits<float>(v) & 0x80000000u, magnitude = Bits<float>(v) ^ sign;
+    // Subnormal results: adding 1/2 leaves multiples of 2^-24 in the lowest bits, rounded by the addition.
+    const Bits<float> small = Bits<float>(Vec<float>(magnitude) + 0.5f) - 0x3f000000;
+    const Bits<float> normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    Bits<float> bits = magnitude < 0x38800000u ? small : normal;
+    bits = magnitude >= 0x477ff000u ? 0x7c00 + Bits<float>{} : bits;
+    bits = magnitude > 0x7f800000u ? 0x7e00 + Bits<float>{} : bits;
+    const Halves halves = narrow(bits | sign >> 16);
+#endif
+    __builtin_memcpy(x, &halves, sizeof halves);
+}
+
+// What a type holds for minus infinity.
+template <typename T>
+static inline T minus_infinity();
+template <>
+inline float minus_infinity() {
+    return -__builtin_inff();
+}
+template <>
+inline double minus_infinity() {
+    return -__builtin_inf();
+}
+template <>
+inline bf16 minus_infinity() {
+    return {0xff80};
+}
+template <>
+inline f16 minus_infinity() {
+    return {0xfc00};
+}
+
+}  // namespace rolemesh::ROLEMESH_ISA
