@@ -2,6 +2,8 @@
 
 from rolemesh.kernels.gae import gae
 from rolemesh.kernels.kl import KL_KINDS, kl
+from rolemesh.kernels.labels import raise_bad_labels
+from rolemesh.kernels.linear import linear_log_prob_and_entropy
 from rolemesh.kernels.log_prob import log_prob_and_entropy
 from rolemesh.kernels.losses import (
     LOSS_AGG_MODES,
@@ -20,6 +22,7 @@ __all__ = [
     "aggregate",
     "gae",
     "kl",
+    "linear_log_prob_and_entropy",
     "log_prob_and_entropy",
     "loss_denominators",
     "masked_mean",
@@ -28,5 +31,6 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "policy_loss",
+    "raise_bad_labels",
     "value_loss",
 ]

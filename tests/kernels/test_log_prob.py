@@ -4,9 +4,8 @@ import pytest
 import torch
 from gloo import run_ranks
 from golden import golden_cases, match, run_case
+from memory import peak_bytes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rolemesh.kernels import log_prob_and_entropy
 
@@ -22,6 +21,7 @@ def case(n: int, v: int, seed: int = 0, scale: float = 3.0) -> tuple[Tensor, Ten
     return logits, torch.randint(v, (n,), generator=generator)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("golden", golden_cases("logprobs_from_logits"))
 def test_log_probs_equal_the_golden_cases(golden: dict):
     def call(logits: Tensor, labels: Tensor, need_grad: bool) -> dict[str, Tensor]:
@@ -36,6 +36,7 @@ def test_log_probs_equal_the_golden_cases(golden: dict):
     run_case("logprobs_from_logits", golden, call)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(("n", "v"), [(1, 1), (5, 7), (3, 1000), (40, 32001), (2, 151936), (0, 11)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_equal_a_float64_log_softmax(n: int, v: int, temperature: float):
@@ -49,6 +50,7 @@ def test_values_equal_a_float64_log_softmax(n: int, v: int, temperature: float):
         match(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("vocab_size", [9, 7])
 def test_gradients_of_both_outputs_pass_gradcheck(vocab_size: int):
     logits, labels = case(4, 9, scale=1.0)
@@ -63,6 +65,7 @@ def test_gradients_of_both_outputs_pass_gradcheck(vocab_size: int):
     assert torch.autograd.gradcheck(lambda x: call(x)[1], (logits,))
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("n", [1, 4097])
 def test_a_large_offset_never_gives_a_positive_log_prob(dtype: torch.dtype, tolerance: float, n: int):
@@ -76,6 +79,7 @@ def test_a_large_offset_never_gives_a_positive_log_prob(dtype: torch.dtype, tole
         match(output, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.usefixtures("form")
 def test_forbidden_tokens_leave_entropy_and_gradient_finite():
     logits = torch.tensor([[0.0, -math.inf, 0.0], [1.0, -math.inf, -math.inf]], requires_grad=True)
     log_prob, entropy = log_prob_and_entropy(logits, torch.tensor([0, 0]))
@@ -85,12 +89,44 @@ def test_forbidden_tokens_leave_entropy_and_gradient_finite():
     match(logits.grad, torch.tensor([[0.5, 0, -0.5], [0, 0, 0]]), rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("form")
 def test_nan_stays_visible_in_its_row_only():
-    logits = torch.tensor([[0.0, math.nan], [0.0, 0.0]])
-    log_prob, entropy = log_prob_and_entropy(logits, torch.tensor([0, 0]))
-    assert log_prob.isnan().tolist() == entropy.isnan().tolist() == [True, False]
+    for column in (0, 1, 20, 32):  # a whole vector's place and the rest's
+        logits = torch.zeros(2, 33)
+        logits[0, column] = math.nan
+        log_prob, entropy = log_prob_and_entropy(logits.requires_grad_(), torch.tensor([0, 0]))
+        assert log_prob.isnan().tolist() == entropy.isnan().tolist() == [True, False]
+        grad = torch.autograd.grad(log_prob.sum(), logits)[0]
+        assert grad.isnan().any(dim=1).tolist() == [True, False]
 
 
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_logits_of_ten_thousand_are_exact(dtype: torch.dtype):
+    logits, labels = case(9, 3001)
+    logits = logits.to(dtype) + 1e4 * torch.tensor([1.0, -1.0, 0.0]).repeat(3)[:, None].to(dtype)
+    leaf = logits.requires_grad_()
+    right = leaf.detach().double().requires_grad_()
+    outputs, expected = log_prob_and_entropy(leaf, labels, temperature=0.9), truth(right, labels, 0.9)
+    for output, truly in zip(outputs, expected, strict=True):
+        match(output, truly, rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), leaf)[0]
+    wanted = torch.autograd.grad(expected[0].sum() + expected[1].sum(), right)[0]
+    match(got, wanted, rtol=torch.finfo(dtype).eps * 2 + 1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("form")
+def test_a_maximum_that_rises_along_the_row_is_found():
+    """Sums are kept against a reference that must follow the largest logit, by whatever steps it rises."""
+    step = torch.tensor([0.001, 0.1, 1.0, 40.0])[:, None]
+    logits = torch.arange(5000.0) * step
+    logits = torch.cat([logits, logits.flip(1)])
+    labels = torch.tensor([4999] * 4 + [0] * 4)
+    for output, expected in zip(log_prob_and_entropy(logits, labels), truth(logits, labels), strict=True):
+        match(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("form")
 def test_a_padded_column_takes_no_probability():
     logits = torch.tensor([[-1.0, -2.0, -3.0, 0.0]], requires_grad=True)
     log_prob, _ = log_prob_and_entropy(logits, torch.tensor([0]), vocab_size=3)
@@ -99,6 +135,7 @@ def test_a_padded_column_takes_no_probability():
     assert logits.grad[0, 3] == 0
 
 
+@pytest.mark.usefixtures("form")
 def test_rows_of_any_strides_give_the_same():
     logits, labels = case(6, 33)
     for other in (logits.T.contiguous().T, torch.stack([logits, logits], -1)[..., 1]):
@@ -109,31 +146,89 @@ def test_rows_of_any_strides_give_the_same():
             match(output, expected, rtol=0, atol=1e-6)
 
 
-class LargestAllocation(TorchDispatchMode):
-    """Elements of the largest tensor that any operation inside made."""
+def test_extra_memory_is_under_one_percent_of_the_logits():
+    logits, labels = case(1024, 32000)
+    logits.requires_grad_()
+    nbytes = 4 * logits.numel()
 
-    elements = 0
+    def forward() -> tuple[Tensor, ...]:
+        return log_prob_and_entropy(logits, labels)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        storages = {
-            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        }
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in storages:
-                self.elements = max(self.elements, x.numel())
-        return out
+    def backward() -> None:
+        torch.autograd.grad(sum(output.sum() for output in forward()), logits)
+
+    def inplace() -> None:
+        outputs = log_prob_and_entropy(logits, labels, inplace_backward=True)
+        torch.autograd.grad(sum(output.sum() for output in outputs), logits)
+
+    backward()  # what libraries keep from their first call is not ours
+    assert peak_bytes(forward) < 0.01 * nbytes
+    assert 0.95 * nbytes < peak_bytes(backward) < 1.01 * nbytes
+    assert peak_bytes(inplace) < 0.01 * nbytes
 
 
-def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient():
-    logits, labels = case(512, 8000)
-    with LargestAllocation() as forward:
-        log_prob_and_entropy(logits, labels)
-    assert 0 < forward.elements < 0.07 * logits.numel()
-    log_prob, entropy = log_prob_and_entropy(logits.requires_grad_(), labels)
-    with LargestAllocation() as backward:
-        torch.autograd.grad((log_prob + entropy).sum(), logits)
-    assert backward.elements == logits.numel()
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_in_place_equals_one_aside(dtype: torch.dtype):
+    logits, labels = case(6, 33)
+    leaf = logits.to(dtype).requires_grad_()
+
+    def grad(inplace: bool) -> Tensor:
+        rows = leaf * 2
+        log_prob, entropy = log_prob_and_entropy(
+            rows, labels % 30, temperature=0.7, vocab_size=30, inplace_backward=inplace
+        )
+        loss = log_prob.sum() * 2 + entropy.sum()
+        found = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        if inplace:
+            match(rows, found / 2, rtol=0, atol=0)
+            with pytest.raises(RuntimeError, match="second backward pass"):
+                torch.autograd.grad(loss, leaf)
+        return found
+
+    match(grad(True), grad(False), rtol=0, atol=0)
+
+
+def test_who_else_needs_the_overwritten_logits_is_told():
+    logits, labels = case(6, 33)
+    rows = logits.requires_grad_() * 1
+    loss = rows.square().sum()  # its backward pass comes second and reads the rows
+    log_prob, _ = log_prob_and_entropy(rows, labels, inplace_backward=True)
+    torch.autograd.grad(log_prob.sum(), rows)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_rows_that_share_memory_are_not_written_in_place():
+    with pytest.raises(ValueError, match=r"\[4, 7\] of strides \(0, 1\)"):
+        log_prob_and_entropy(
+            torch.zeros(7).expand(4, 7), torch.zeros(4, dtype=torch.int64), inplace_backward=True
+        )
+
+
+def test_it_compiles_but_not_in_place():
+    logits, labels = case(5, 9)
+    logits.requires_grad_()
+
+    def loss(logits: Tensor, inplace: bool) -> Tensor:
+        log_prob, entropy = log_prob_and_entropy(logits * 2, labels, inplace_backward=inplace)
+        return log_prob.sum() + entropy.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, right = (torch.autograd.grad(call(logits, False), logits)[0] for call in (compiled, loss))
+    match(got, right, rtol=1e-6, atol=1e-6)
+    for fullgraph in (True, False):
+        with pytest.raises(RuntimeError, match="inplace_backward is for eager mode"):
+            torch.compile(loss, fullgraph=fullgraph, backend="aot_eager")(logits, True)
+
+
+def test_it_is_a_torch_operation_with_meta_outputs():
+    logits, labels = case(5, 9)
+    logits.requires_grad_()
+    torch.library.opcheck(torch.ops.rolemesh.log_prob_and_entropy, (logits, labels, 0.7, True, None, 8))
+    log_prob, entropy = log_prob_and_entropy(logits.to("meta"), labels.to("meta"))
+    assert log_prob.device.type == entropy.device.type == "meta"
+    assert log_prob.shape == entropy.shape == (5,)
 
 
 @pytest.mark.parametrize("label", [-1, 7, 8, -100])
