@@ -149,7 +149,7 @@ class Controller:
         """
         pool = group.resource_pool.name
         for span in future.spans:
-            args = {"step": step, "bytes_fetched": span.nbytes_fetched}
+            args = {"step": step, "bytes_fetched": span.nbytes_fetched, "kernels": list(span.kernels)}
             result.spans.append(Span(operation.name, role, pool, span.rank, span.start_s, span.end_s, args))
         mine = [span for span in result.spans if span.name == operation.name]
         result.timing_s[operation.name] = max(s.end_s for s in mine) - min(s.start_s for s in mine)

@@ -20,12 +20,16 @@ Fetch = Callable[[BatchRef, float], DataProto]  # brings a handle's batch here, 
 
 @dataclass(frozen=True)
 class RankSpan:
-    """When one rank worked on a call (seconds since the epoch, on its node's clock) and what it fetched."""
+    """When one rank worked on a call (seconds since the epoch, on its node's clock) and what it fetched.
+
+    `kernels` names the kernels that ran, with their forms: `("gae/avx2",)`.
+    """
 
     rank: int
     start_s: float
     end_s: float
     nbytes_fetched: int
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,24 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_array, fetch_batch
 from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES
 from rolemesh.engine.worker import Worker, WorkerContext
+from rolemesh.kernels.forms import record_kernels
 from rolemesh.placement.layout import Layout
 
 STACK_GAP = "\n\n"  # between the threads of a stack dump
+_KERNELS = "ROLEMESH_KERNELS"
+
+
+def _kernels_choice() -> str:
+    return os.environ.get(_KERNELS, "")
 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Where a process stands in its pool, and the limits it works under."""
+    """Where a process stands in its pool, and the limits it works under.
+
+    `kernels` is the `ROLEMESH_KERNELS` of the process that makes the place, the driver: its choice holds on
+    every node, whatever environment the node's Ray was started in.
+    """
 
     pool: str
     rank: int
@@ -49,6 +59,7 @@ class HostPlace:
     threads: int
     collective_timeout_s: float
     fetch_timeout_s: float
+    kernels: str = field(default_factory=_kernels_choice)
 
 
 @dataclass(frozen=True)
@@ -84,12 +95,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """The end of a stream: the value (its blocks by their place in the stream) or what was raised."""
+    """The end of a stream: the value (its blocks by their place in the stream) or what was raised.
+
+    `kernels` are the forms that ran, as `record_kernels` writes them, in order of their names.
+    """
 
     value: Any
     start_s: float
     end_s: float
     nbytes_fetched: int
+    kernels: tuple[str, ...] = ()
     remote_traceback: str | None = None
     error: BaseException | None = None
 
@@ -148,11 +163,19 @@ class Host:
         self._compute_thread = threading.get_ident()
         self._nbytes_fetched = 0
         try:
-            value = yield from self._blocks(self._invoke(request), request.cuts)
-            reply = Reply(value, start_s, time.time(), self._nbytes_fetched)
+            with record_kernels() as kernels:
+                value = yield from self._blocks(self._invoke(request), request.cuts)
+            reply = Reply(value, start_s, time.time(), self._nbytes_fetched, tuple(sorted(kernels)))
         except BaseException as error:
             trace = traceback.format_exc()
-            reply = Reply(None, start_s, time.time(), self._nbytes_fetched, trace, _sendable(error))
+            reply = Reply(
+                None,
+                start_s,
+                time.time(),
+                self._nbytes_fetched,
+                remote_traceback=trace,
+                error=_sendable(error),
+            )
         self._operation = None
         yield reply
 
@@ -234,12 +257,15 @@ class Host:
 
 
 def _isolate(place: HostPlace) -> None:
-    """Set up the process: no launcher's world in its environment, its threads, its device."""
+    """Set up the process: no launcher's world in its environment, its threads, its kernels, its device."""
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(place.threads)
     torch.set_num_threads(place.threads)
+    os.environ.pop(_KERNELS, None)
+    if place.kernels:
+        os.environ[_KERNELS] = place.kernels
     if place.device == "cuda":
         torch.cuda.set_device(0)  # Ray shows the process its own device only
 

@@ -209,4 +209,6 @@ def _resolved(value: Any, store: Any) -> Any:
 
 
 def _spans(replies: list[Reply]) -> tuple[RankSpan, ...]:
-    return tuple(RankSpan(rank, r.start_s, r.end_s, r.nbytes_fetched) for rank, r in enumerate(replies))
+    return tuple(
+        RankSpan(rank, r.start_s, r.end_s, r.nbytes_fetched, r.kernels) for rank, r in enumerate(replies)
+    )

@@ -1,6 +1,7 @@
 """The controller over worker groups whose calls take a moment and write what their operation says."""
 
 import concurrent.futures
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ class Calls:
             written = (
                 columns(*self.writes.get(method, ())) if self.writes.get(method) else [{f"{method}/x": 1.0}]
             )
-            source.set_result(Outcome(written, (RankSpan(0, 10.0, 12.0, 0),)))
+            source.set_result(Outcome(written, (RankSpan(0, 10.0, 12.0, 0, ("gae/avx2",)),)))
 
         threading.Timer(CALL_S, end).start()
         return DataProtoFuture(source, name=method, fetch=lambda ref, timeout_s: None, timeout_s=10.0)
@@ -128,6 +129,7 @@ def test_a_result_holds_metrics_times_and_a_span_per_rank_with_its_pool_and_step
     assert result.timing_s["generate"] == 2.0
     span = next(span for span in result.spans if span.name == "update_critic")
     assert (span.pool, span.args["step"]) == ("pool of critic", 4)
+    assert json.loads(json.dumps(span.args))["kernels"] == ["gae/avx2"]
 
 
 def test_the_first_failure_ends_the_step():

@@ -22,6 +22,8 @@ from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGrou
 from rolemesh.engine.read_only import ReadOnlyError
 from rolemesh.engine.roles import Role
 from rolemesh.engine.worker import Worker
+from rolemesh.kernels import gae
+from rolemesh.kernels.forms import form_of
 from rolemesh.placement.layout import Layout, LayoutError
 from rolemesh.placement.pools import PlacementError
 
@@ -53,6 +55,10 @@ class Plain(Worker):
     @register(Dispatch.DP_COMPUTE_METRIC, materialize_futures=False)
     def sum_of_y(self, handle) -> int:  # BatchRef: an annotation the worker need not import
         return int(self.context.fetch(handle.select(["y"])).batch["y"].sum())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def advantages(self) -> None:
+        gae(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3), gamma=1.0, lam=1.0)
 
     @register(Dispatch.ONE_TO_ALL)
     def place(self) -> dict:
@@ -140,6 +146,26 @@ def test_roles_of_a_pool_share_its_processes_each_with_its_own_layout(groups):
 def test_threads_follow_the_users_choice_or_the_cores(groups):
     cores = int(os.environ.get("OMP_NUM_THREADS") or max(1, os.cpu_count() // 6))
     assert {place["threads"] for place in groups["ref"].place()} == {(str(cores), cores)}
+
+
+def test_a_call_names_the_kernels_that_each_rank_ran(groups):
+    future = groups["ref"].advantages(blocking=False)
+    future.get(60)
+    assert [span.kernels for span in future.spans] == [(f"gae/{form_of(torch.device('cpu'))}",)] * 4
+    other = groups["ref"].scaled(numbered(4))
+    other.get(60)
+    assert [span.kernels for span in other.spans] == [()] * 4
+
+
+def test_the_drivers_choice_of_kernels_holds_on_a_cluster_that_ran_before(cluster, monkeypatch):
+    monkeypatch.setenv("ROLEMESH_KERNELS", "reference")
+    pool = ResourcePool([1], name_prefix="plain")
+    try:
+        future = RayWorkerGroup(pool, RayClassWithInitArgs(Plain)).advantages(blocking=False)
+        future.get(60)
+    finally:
+        pool.shutdown()
+    assert future.spans[0].kernels == ("gae/reference",)
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 2, 7, 206])
