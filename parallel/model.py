@@ -130,6 +130,15 @@ class ParallelModel:
         return self.coords.pp == self.layout.pp - 1
 
     @property
+    def output_weight(self) -> nn.Parameter:
+        """This rank's rows of the lm head [v / tp, h], padded vocabulary; of a tied model the embedding's.
+
+        Of the last stage's ranks of an "lm" model.
+        """
+        own = self.module.output_layer.weight
+        return self.module.shared_embedding_or_output_weight() if own is None else own
+
+    @property
     def width_multiple(self) -> int:
         """What the width of a micro-batch must be a multiple of."""
         return self.layout.tp if self.layout.sequence_parallel else 1
@@ -137,9 +146,10 @@ class ParallelModel:
     def infer(self, micro_batches: Sequence[MicroBatch], fn: InferFn) -> list[dict[str, Tensor]] | None:
         """Forward passes without gradients: `fn(output, micro_batch)` of each, None before the last stage.
 
-        output is logits [m, L, v / tp] (this rank's part of the padded vocabulary) or values [m, L] fp32;
-        the output at a position belongs to the token after it. The ranks of a replica pass the same
-        micro-batches; replicas may differ in their number, also zero.
+        output is hidden states [m, L, h] after the final norm, the same on every tp rank, or values [m, L]
+        fp32; the output at a position belongs to the token after it. Logits are what hidden states and
+        `output_weight` give: `linear_log_prob_and_entropy` never holds them whole. The ranks of a replica
+        pass the same micro-batches; replicas may differ in their number, also zero.
         """
         if not micro_batches:
             return [] if self.is_last_stage else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,25 +15,55 @@ from rolemesh.parallel.weights import Head
 from rolemesh.placement.model import ModelShape, padded_vocab, stage_layers
 
 
-class ValueHead(nn.Module):
-    """One number for each token in place of logits: a vector, the same on every tp rank."""
+class OutputLayer(nn.Module):
+    """What stands in the place of megatron-core's output layer; its output is whole on every tp rank."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__()
         self.tp_group, self.sequence_parallel = groups.tp, config.sequence_parallel
+
+    def gather(self, output: Tensor) -> Tensor:
+        """The whole sequence [s, b, ...] from this rank's piece of it under sequence parallel.
+
+        Every rank goes on to compute the same loss: backward takes this rank's piece of the gradient.
+        """
+        if not self.sequence_parallel:
+            return output
+        return gather_from_sequence_parallel_region(
+            output, tensor_parallel_output_grad=False, group=self.tp_group
+        )
+
+
+class PolicyHead(OutputLayer):
+    """Holds the lm head's weight, this rank's rows of the vocabulary, and gives out what it is to multiply.
+
+    Logits are never held whole: `linear_log_prob_and_entropy` makes them a tile at a time. The weight is None
+    where a tied model's is the embedding's.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, groups: ProcessGroupCollection, lm_head: ColumnParallelLinear
+    ) -> None:
+        super().__init__(config, groups)
+        self.register_parameter("weight", lm_head.weight)  # as made: with the marks of a shard over tp
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """hidden [s, b, h], or this rank's piece of s under sequence parallel, to hidden [s, b, h]."""
+        return self.gather(hidden), None
+
+
+class ValueHead(OutputLayer):
+    """One number for each token in place of logits: a vector, the same on every tp rank."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(config, groups)
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         # Its gradient is then summed over tp, whose ranks each see a piece of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
         """hidden [s, b, h], or this rank's piece of s under sequence parallel, to values [s, b, 1] fp32."""
-        values = F.linear(hidden.float(), self.weight.float())
-        if self.sequence_parallel:
-            # Every rank goes on to compute the same loss: backward takes its piece of the gradient.
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return values, None
+        return self.gather(F.linear(hidden.float(), self.weight.float())), None
 
 
 def build_stage(
@@ -45,6 +75,8 @@ def build_stage(
     device: torch.device,
 ) -> GPTModel:
     """This rank's part of the model; its weights are whatever memory held until a checkpoint fills them.
+
+    The last stage gives out hidden states [b, s, h] after the final norm (`head` "lm") or values [b, s, 1].
 
     The vocabulary is padded so that it divides over tp. For a tied model the pipeline's first and last
     stage must both call: they share a matrix.
@@ -64,8 +96,10 @@ def build_stage(
             share_embeddings_and_output_weights=shape.tied and head == "lm",
             pg_collection=groups,
         )
-        if model.post_process and head == "value":
-            model.output_layer = ValueHead(config, groups)
+        if model.post_process:
+            model.output_layer = (
+                PolicyHead(config, groups, model.output_layer) if head == "lm" else ValueHead(config, groups)
+            )
     if shape.rope_scaling is not None:
         _scale_rope(model, shape)
     return model

@@ -7,7 +7,7 @@ import torch
 from hf_reference import Batch, weights
 from torch import Tensor
 
-from rolemesh.kernels.log_prob import log_prob_and_entropy
+from rolemesh.kernels import linear_log_prob_and_entropy
 from rolemesh.parallel.groups import make_groups
 from rolemesh.parallel.micro_batches import MicroBatch, balanced, micro_batches, response_index, unpack
 from rolemesh.parallel.model import ParallelModel, TrainResult
@@ -35,13 +35,19 @@ def cut(model: ParallelModel, batch: Batch, rows: list[int], **limit: int) -> li
     )
 
 
-def response_log_probs(model: ParallelModel, batch: Batch) -> Callable[[Tensor, MicroBatch], Tensor]:
-    """Function of (logits, micro-batch) that gives log-probabilities [m, R] of response tokens."""
+def logits(model: ParallelModel, hidden: Tensor) -> Tensor:
+    """What the last stage's output [m, L, h] means: this rank's part of the logits [m, L, v / tp]."""
+    return hidden @ model.output_weight.T
 
-    def compute(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
+
+def response_log_probs(model: ParallelModel, batch: Batch) -> Callable[[Tensor, MicroBatch], Tensor]:
+    """Function of (hidden states, micro-batch) that gives log-probabilities [m, R] of response tokens."""
+
+    def compute(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         index = response_index(micro_batch.attention_mask, batch.response_width)
-        log_prob, _ = log_prob_and_entropy(
-            index.gather(logits),
+        log_prob, _ = linear_log_prob_and_entropy(
+            index.gather(hidden),
+            model.output_weight,
             index.labels(micro_batch.tokens),
             group=model.groups.tp,
             vocab_size=model.shape.vocab,

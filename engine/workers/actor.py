@@ -44,8 +44,8 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto | None:
         """Column `old_log_probs`, fp32 `[b, R]`, under the current weights; 0 outside the response."""
 
-        def score(logits: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
-            return {"old_log_probs": self.log_probs(logits, micro_batch, entropy=False)[0]}
+        def score(hidden: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+            return {"old_log_probs": self.log_probs(hidden, micro_batch, entropy=False)[0]}
 
         return self.infer(data, score)
 
@@ -68,10 +68,10 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
         loss, mode = self.loss, self.loss.loss_agg
         denominators = loss_denominators(mini_batch.batch["response_mask"], mode, self.model.groups.dp)
 
-        def compute(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             c = micro_batch.columns
             mask = c["response_mask"]
-            log_prob, entropy = self.log_probs(logits, micro_batch, entropy=True)
+            log_prob, entropy = self.log_probs(hidden, micro_batch, entropy=True)
             total, stats = policy_loss(
                 c["old_log_probs"],
                 log_prob,

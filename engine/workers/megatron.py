@@ -12,7 +12,7 @@ from torch import Tensor
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.worker import Worker
-from rolemesh.kernels import log_prob_and_entropy
+from rolemesh.kernels import linear_log_prob_and_entropy, raise_bad_labels
 from rolemesh.parallel.groups import make_groups
 from rolemesh.parallel.micro_batches import MicroBatch, micro_batches, response_index, unpack
 from rolemesh.parallel.model import ParallelModel, TrainResult
@@ -90,12 +90,13 @@ class MegatronWorker(Worker):
         order.
 
         None on ranks that hold no result: all but the last pipeline stage, and a replica whose shard is
-        empty.
+        empty. Raises ValueError for a token outside of the vocabulary among those scored.
         """
         if len(data) == 0:
             return None
         parts = self.cut(data)
         outputs = self.model.infer(parts, fn)
+        raise_bad_labels(self.device)
         return None if outputs is None else DataProto.from_dict(tensors=unpack(parts, outputs))
 
     def train_mini_batches(
@@ -111,7 +112,7 @@ class MegatronWorker(Worker):
 
         Without `sizes` the batch is one mini-batch. `make_loss(mini_batch)` is called on every rank first,
         so it may all-reduce denominators over dp. A rank without rows in a mini-batch takes part with no
-        loss.
+        loss. Raises ValueError for a token outside of the vocabulary among those scored.
         """
         mine = [len(data)] if sizes is None else sizes[self.dp_rank]
         if sum(mine) != len(data):
@@ -125,19 +126,21 @@ class MegatronWorker(Worker):
                 mini_batch = data.slice(start, start + size)
                 start += size
                 results.append(self.model.train(self.cut(mini_batch, columns), make_loss(mini_batch)))
+                raise_bad_labels(self.device)  # on a GPU: its log-probability was NaN, so no weight moved
         return results
 
     def log_probs(
-        self, logits: Tensor, micro_batch: MicroBatch, *, entropy: bool = True
+        self, hidden: Tensor, micro_batch: MicroBatch, *, entropy: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the responses, fp32 `[m, R]`, 0 outside them.
 
-        `logits` is `[m, L, v / tp]`: only the positions that predict a response token are read. Without
-        `entropy` the second result is 0 throughout.
+        `hidden` is the model's output `[m, L, h]`: only the positions that predict a response token are read,
+        and their logits exist a tile at a time. Without `entropy` the second result is 0 throughout.
         """
         index = response_index(micro_batch.attention_mask, micro_batch.columns["responses"].shape[1])
-        log_prob, token_entropy = log_prob_and_entropy(
-            index.gather(logits),
+        log_prob, token_entropy = linear_log_prob_and_entropy(
+            index.gather(hidden),
+            self.model.output_weight,
             index.labels(micro_batch.tokens),
             temperature=self.spec.temperature,
             entropy=entropy,

@@ -17,7 +17,7 @@ class RefWorker(MegatronWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
         """Column `ref_log_prob`, fp32 `[b, R]`, 0 outside the response."""
 
-        def score(logits: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
-            return {"ref_log_prob": self.log_probs(logits, micro_batch, entropy=False)[0]}
+        def score(hidden: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+            return {"ref_log_prob": self.log_probs(hidden, micro_batch, entropy=False)[0]}
 
         return self.infer(data, score)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from hf_reference import adamw_step, gradients, log_probs, norm, policy_loss, random_batch, row_logits
-from parallel_runs import build, cut, exported, infer_log_probs, replica_rows, train_policy
+from parallel_runs import build, cut, exported, infer_log_probs, logits, replica_rows, train_policy
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +47,7 @@ def run_all(rank: int, world: int, path: Path, layout: Layout) -> dict[str, Any]
     model = build(path, layout, optim=STEP)
     rows = replica_rows(model, BATCH)
     parts = cut(model, BATCH, rows, size=2)
-    logits = model.infer(parts, lambda output, micro_batch: {"logits": output})
+    outputs = model.infer(parts, lambda output, micro_batch: {"logits": logits(model, output)})
     log_prob = infer_log_probs(model, BATCH, budget_tokens=20)
     result = train_policy(model, BATCH)
     probe = build(path, layout, optim=PROBE)
@@ -57,7 +57,7 @@ def run_all(rank: int, world: int, path: Path, layout: Layout) -> dict[str, Any]
         "rows": rows,
         "logits": [
             (rows[row], out["logits"][i, : part.lengths[i]])
-            for part, out in zip(parts, logits or [], strict=logits is not None)
+            for part, out in zip(parts, outputs or [], strict=outputs is not None)
             for i, row in enumerate(part.rows.tolist())
         ],
         "log_prob": log_prob,
@@ -92,10 +92,10 @@ def test_logits_log_probs_gradients_and_a_step_equal_hugging_face(
     gaps = {"grad_norm": max(abs(rank["grad_norm"] - norm(grads)) for rank in ranks)}
     gaps["logits"] = gaps["log_prob"] = 0.0
     for rank in ranks:
-        for row, logits in rank["logits"]:
-            width = logits.shape[1]
+        for row, found in rank["logits"]:
+            width = found.shape[1]
             shard = whole[row][:, rank["tp"] * width : (rank["tp"] + 1) * width]
-            gaps["logits"] = max(gaps["logits"], float((logits[:, : shard.shape[1]] - shard).abs().max()))
+            gaps["logits"] = max(gaps["logits"], float((found[:, : shard.shape[1]] - shard).abs().max()))
         if rank["log_prob"] is not None:
             rows, log_prob = rank["log_prob"]
             gaps["log_prob"] = max(gaps["log_prob"], float((log_prob - expected_log_prob[rows]).abs().max()))

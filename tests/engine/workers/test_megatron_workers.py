@@ -6,9 +6,9 @@ import torch
 from gloo import run_ranks
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from worker_runs import batch, worker
 
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.worker import WorkerContext
 from rolemesh.engine.workers.actor import ActorWorker, PolicyLoss
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.critic import CriticWorker, ValueLoss
@@ -31,40 +31,6 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp("scorer"), "llama", head="score"))
-
-
-def batch(n_rows: int = 7, prompt: int = 6, response: int = 5, seed: int = 0) -> DataProto:
-    """Rows with left-padded prompts and right-padded responses of all lengths."""
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, 100, (n_rows, prompt + response), generator=g)
-    prompts = torch.randint(1, prompt + 1, (n_rows,), generator=g)
-    responses = torch.randint(1, response + 1, (n_rows,), generator=g)
-    columns = torch.arange(prompt + response)
-    mask = (columns >= prompt - prompts[:, None]) & (columns < prompt + responses[:, None])
-    ids = torch.where(mask, ids, 0)
-    response_mask = mask[:, prompt:].long()
-    return DataProto.from_dict(
-        tensors={
-            "input_ids": ids,
-            "attention_mask": mask.long(),
-            "responses": ids[:, prompt:],
-            "response_mask": response_mask,
-            "old_log_probs": -torch.rand(n_rows, response, generator=g) - 4,
-            "advantages": torch.randn(n_rows, response, generator=g) * response_mask,
-            "returns": torch.randn(n_rows, response, generator=g) * response_mask,
-            "values": torch.randn(n_rows, response, generator=g) * response_mask,
-        }
-    )
-
-
-def worker(cls, rank: int, layout: Layout, *args):
-    made = cls.__new__(cls)
-    made.context = WorkerContext(
-        "role", "pool", rank, layout.world, rank, "node", "cpu", layout, 60.0, fetch=lambda ref: ref
-    )
-    made.__init__(*args)
-    made.init_model()
-    return made
 
 
 def shard(data: DataProto, plan, dp_rank: int) -> DataProto:

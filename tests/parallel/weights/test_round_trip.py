@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from parallel_runs import logits
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, tiny_checkpoint
 from torch import Tensor
@@ -52,8 +53,9 @@ def outputs(model: ParallelModel) -> Tensor | None:
     results = model.infer([batch], lambda output, _: {"output": output})
     if results is None or model.head == "value":
         return results and results[0]["output"]
-    parts = [torch.empty_like(results[0]["output"]) for _ in range(model.layout.tp)]
-    dist.all_gather(parts, results[0]["output"].contiguous(), group=model.groups.tp)
+    part = logits(model, results[0]["output"])
+    parts = [torch.empty_like(part) for _ in range(model.layout.tp)]
+    dist.all_gather(parts, part, group=model.groups.tp)
     return torch.cat(parts, -1)[..., : model.shape.vocab]
 
 
