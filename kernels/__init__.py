@@ -1,6 +1,7 @@
 """The arithmetic that RLHF does beyond a plain transformer; each operation a function of tensors."""
 
-from rolemesh.kernels.gae import gae
+from rolemesh.kernels.gae import discounted_returns, gae
+from rolemesh.kernels.groups import GroupStatistics, group_statistics
 from rolemesh.kernels.kl import KL_KINDS, kl
 from rolemesh.kernels.labels import raise_bad_labels
 from rolemesh.kernels.linear import linear_log_prob_and_entropy
@@ -18,9 +19,12 @@ from rolemesh.kernels.masked import masked_mean, masked_scale, masked_sum, maske
 __all__ = [
     "KL_KINDS",
     "LOSS_AGG_MODES",
+    "GroupStatistics",
     "LossDenominators",
     "aggregate",
+    "discounted_returns",
     "gae",
+    "group_statistics",
     "kl",
     "linear_log_prob_and_entropy",
     "log_prob_and_entropy",

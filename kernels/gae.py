@@ -1,10 +1,11 @@
-"""Generalised advantage estimation (Schulman et al. 2016)."""
+"""Generalised advantage estimation (Schulman et al. 2016) and discounted returns."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rolemesh.kernels.arrays import check_rows, mask_bytes, wide_dtype
 from rolemesh.kernels.forms import Kernel
 
 
@@ -23,32 +24,50 @@ def gae(
 
     Returns:
         advantages and returns [b, R], float64 if an input is, else float32; no gradient flows through them.
+        They are summed in float64.
 
     Raises:
         ValueError: shapes differ or are not [b, R], or gamma or lam is out of range.
     """
-    shapes = [[*tensor.shape] for tensor in (token_level_rewards, values, response_mask)]
-    if values.ndim != 2 or shapes.count(shapes[0]) != 3:
-        raise ValueError(f"rewards, values and mask must all be [b, R], got {', '.join(map(str, shapes))}")
+    check_rows("rewards, values and mask", token_level_rewards, values, response_mask)
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam is {lam}, both must lie in [0, 1]")
     return _gae(token_level_rewards.detach(), values.detach(), response_mask, gamma, lam)
 
 
+def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """Sum of each token's reward and the later ones, discounted by `gamma` for every token between.
+
+    Positions outside of the mask are skipped as in `gae`: they get 0, are not read and do not discount.
+    `token_level_rewards` and `response_mask` are [b, R]; returns [b, R] float64 if the rewards are, else
+    float32, without gradient. ValueError when the shapes differ or `gamma` is not in [0, 1].
+    """
+    check_rows("rewards and mask", token_level_rewards, response_mask)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma is {gamma}, must lie in [0, 1]")
+    return _discounted_returns(token_level_rewards.detach(), response_mask, gamma)
+
+
 @torch.library.custom_op("rolemesh::gae", mutates_args=())
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    dtype = _result_dtype(rewards, values)
-    return _kernel(rewards.to(dtype), values.to(dtype), mask.bool(), gamma, lam)
+    dtype = wide_dtype(rewards, values)
+    return _gae_kernel(rewards.to(dtype), values.to(dtype), mask.bool(), gamma, lam)
 
 
 @_gae.register_fake
 def _(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    result = values.new_empty(values.shape, dtype=_result_dtype(rewards, values))
+    result = values.new_empty(values.shape, dtype=wide_dtype(rewards, values))
     return result, torch.empty_like(result)
 
 
-def _result_dtype(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+@torch.library.custom_op("rolemesh::discounted_returns", mutates_args=())
+def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    return _returns_kernel(rewards.to(wide_dtype(rewards)), mask.bool(), gamma)
+
+
+@_discounted_returns.register_fake
+def _(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    return rewards.new_empty(rewards.shape, dtype=wide_dtype(rewards))
 
 
 def gae_reference(
@@ -66,14 +85,19 @@ def gae_reference(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def _cpp(
+def discounted_returns_reference(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Discounted sums of the kept rewards by a loop over time in float64: the plain form."""
+    return gae_reference(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
+
+
+def _gae_cpp(
     cpu: Any, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     advantages, returns = values.new_empty(values.shape), values.new_empty(values.shape)
     cpu.gae(
         rewards.contiguous(),
         values.contiguous(),
-        mask.contiguous().view(torch.uint8),
+        mask_bytes(mask),
         gamma,
         lam,
         advantages,
@@ -83,4 +107,13 @@ def _cpp(
     return advantages, returns
 
 
-_kernel = Kernel("gae", reference=gae_reference, cpp=_cpp, triton="advantages")
+def _returns_cpp(cpu: Any, rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    returns = rewards.new_empty(rewards.shape)
+    cpu.discounted_returns(rewards.contiguous(), mask_bytes(mask), gamma, returns, torch.get_num_threads())
+    return returns
+
+
+_gae_kernel = Kernel("gae", reference=gae_reference, cpp=_gae_cpp, triton="advantages")
+_returns_kernel = Kernel(
+    "discounted_returns", reference=discounted_returns_reference, cpp=_returns_cpp, triton="advantages"
+)

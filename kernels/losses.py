@@ -3,14 +3,20 @@
 A mini-batch is cut into micro-batches and over dp ranks. Each part's loss and metrics are divided by the
 *mini-batch's* numbers of tokens or sequences (`loss_denominators`), so the plain sum over all parts is the
 mini-batch's mean, however it is cut. All take masks that are bool, integer or float; what lies outside of the
-mask (NaN, inf) reaches no loss, metric or gradient.
+mask (NaN, inf) reaches no loss, metric or gradient; inside, NaN stays visible in the loss and the gradient.
+Losses, their metrics and their gradients come from one pass over the inputs, in float64.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rolemesh.kernels.arrays import check_rows, mask_bytes, wide_dtype
+from rolemesh.kernels.forms import Kernel
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
@@ -29,7 +35,8 @@ def loss_denominators(
     """Count what the mode divides by in a whole mini-batch: its tokens, or its sequences that have a token.
 
     `response_mask` [b, R] is this rank's part. With `group` (the dp ranks) all of them call, also those
-    without rows. ValueError for an unknown mode.
+    without rows. ValueError for an unknown mode. The counts are Python numbers, so `torch.compile` must take
+    them as arguments.
     """
     _check_mode(mode)
     mask = response_mask.bool()
@@ -69,43 +76,42 @@ def policy_loss(
     """Clipped surrogate loss (Schulman et al. 2017, eq. 7), with dual clip (Ye et al. 2020, eq. 5).
 
     Args:
-        old_log_prob, log_prob, advantages, mask: [m, R]; the loss is differentiable in `log_prob`. The log
-            ratio is clamped to +-20.
+        old_log_prob, log_prob, advantages, mask: [m, R]; the loss is differentiable in `log_prob`, once. The
+            log ratio is clamped to +-20.
         denominators: of the whole mini-batch, for the mode `loss_agg`.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         dual_clip: where the advantage is negative, the loss is at most -advantage * dual_clip. None: no
             bound.
 
     Returns:
-        The loss and detached scalars in verl's meaning, each this part's share of the mean over the
-        mini-batch's tokens: `pg_clipfrac` (ratio clipped), `pg_clipfrac_lower` (dual clip active), `ppo_kl`
-        (k1 estimate of KL(old || new)).
+        The loss, float64 if an input is, else float32, and detached float64 scalars in verl's meaning, each
+        this part's share of the mean over the mini-batch's tokens: `pg_clipfrac` (ratio clipped),
+        `pg_clipfrac_lower` (dual clip active), `ppo_kl` (k1 estimate of KL(old || new)).
 
     Raises:
-        ValueError: `dual_clip` is not above 1, or the mode is unknown.
+        ValueError: shapes differ, `dual_clip` is not above 1, or the mode is unknown.
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(
             f"dual_clip is {dual_clip}, must be above 1 (verl's default is 3.0), or None for none"
         )
-    keep = mask.bool()
-    log_ratio = torch.where(keep, log_prob - old_log_prob, 0.0).clamp(-20, 20)
-    advantages = torch.where(keep, advantages, 0.0)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss_mat = torch.maximum(unclipped, clipped)
-    lower = torch.zeros_like(keep)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        lower = (advantages < 0) & (loss_mat > bound)
-        loss_mat = torch.where(advantages < 0, torch.minimum(loss_mat, bound), loss_mat)
-    stats = {
-        "pg_clipfrac": _token_mean(clipped > unclipped, keep, denominators),
-        "pg_clipfrac_lower": _token_mean(lower, keep, denominators),
-        "ppo_kl": _token_mean(-log_ratio, keep, denominators),
-    }
-    return aggregate(loss_mat, keep, loss_agg, denominators), stats
+    _check_mode(loss_agg)
+    check_rows("log-probabilities, advantages and mask", old_log_prob, log_prob, advantages, mask)
+    sums, _ = _policy_loss(
+        old_log_prob.detach(),
+        log_prob,
+        advantages.detach(),
+        mask,
+        clip_low,
+        clip_high,
+        math.inf if dual_clip is None else dual_clip,
+        loss_agg,
+        denominators.loss,
+        denominators.tokens,
+    )
+    _, clipfrac, clipfrac_lower, ppo_kl = sums.detach().unbind()
+    stats = {"pg_clipfrac": clipfrac, "pg_clipfrac_lower": clipfrac_lower, "ppo_kl": ppo_kl}
+    return sums[0].to(wide_dtype(old_log_prob, log_prob, advantages)), stats
 
 
 def value_loss(
@@ -120,27 +126,232 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the squared error of the values, or of those clipped to `old_values` +- `value_clip` if larger.
 
-    `values` (differentiable), `returns`, `old_values` and `mask` are [m, R]; `denominators` are the whole
-    mini-batch's, for the mode `loss_agg`. Returns the loss and detached scalars in verl's meaning, each this
-    part's share of the mean over the mini-batch's tokens: `vf_clipfrac` (clipped error is the larger),
-    `vpred_mean`.
+    `values` (differentiable, once), `returns`, `old_values` and `mask` are [m, R]; `denominators` are the
+    whole mini-batch's, for the mode `loss_agg`. Returns the loss, float64 if an input is, else float32, and
+    detached float64 scalars in verl's meaning, each this part's share of the mean over the mini-batch's
+    tokens: `vf_clipfrac` (clipped error is the larger), `vpred_mean`. ValueError when shapes differ or the
+    mode is unknown.
     """
-    keep = mask.bool()
-    error = torch.where(keep, values - returns, 0.0)
-    clipped_values = torch.clamp(values, old_values - value_clip, old_values + value_clip)
-    clipped_error = torch.where(keep, clipped_values - returns, 0.0)
-    loss_mat = 0.5 * torch.maximum(error.square(), clipped_error.square())
-    stats = {
-        "vf_clipfrac": _token_mean(clipped_error.square() > error.square(), keep, denominators),
-        "vpred_mean": _token_mean(values, keep, denominators),
-    }
-    return aggregate(loss_mat, keep, loss_agg, denominators), stats
-
-
-def _token_mean(values: Tensor, keep: Tensor, denominators: LossDenominators) -> Tensor:
-    return torch.where(keep, values.detach(), 0).double().sum() / denominators.tokens
+    _check_mode(loss_agg)
+    check_rows("values, returns, old values and mask", values, returns, old_values, mask)
+    sums, _ = _value_loss(
+        values,
+        returns.detach(),
+        old_values.detach(),
+        mask,
+        value_clip,
+        loss_agg,
+        denominators.loss,
+        denominators.tokens,
+    )
+    _, clipfrac, vpred_mean = sums.detach().unbind()
+    stats = {"vf_clipfrac": clipfrac, "vpred_mean": vpred_mean}
+    return sums[0].to(wide_dtype(values, returns, old_values)), stats
 
 
 def _check_mode(mode: str) -> None:
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"unknown loss aggregation {mode!r}; there are {', '.join(LOSS_AGG_MODES)}")
+
+
+# Both operations return their sums, loss first, and d loss / d input. Backward multiplies the latter.
+
+
+@torch.library.custom_op("rolemesh::policy_loss", mutates_args=())
+def _policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    mode: str,
+    loss_denominator: float,
+    token_denominator: float,
+) -> tuple[Tensor, Tensor]:
+    tensors = _to_common_dtype(old_log_prob, log_prob, advantages)
+    numbers = (clip_low, clip_high, dual_clip, mode, loss_denominator, token_denominator)
+    return _policy_kernel(*tensors, mask.bool(), *numbers)
+
+
+@_policy_loss.register_fake
+def _(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_results(4, old_log_prob, log_prob, advantages)
+
+
+@torch.library.custom_op("rolemesh::value_loss", mutates_args=())
+def _value_loss(
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor,
+    mask: Tensor,
+    value_clip: float,
+    mode: str,
+    loss_denominator: float,
+    token_denominator: float,
+) -> tuple[Tensor, Tensor]:
+    tensors = _to_common_dtype(values, returns, old_values)
+    return _value_kernel(*tensors, mask.bool(), value_clip, mode, loss_denominator, token_denominator)
+
+
+@_value_loss.register_fake
+def _(values: Tensor, returns: Tensor, old_values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_results(3, values, returns, old_values)
+
+
+def _to_common_dtype(*tensors: Tensor) -> list[Tensor]:
+    dtype = wide_dtype(*tensors)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _empty_results(n_sums: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    first = tensors[0]
+    sums = first.new_empty(n_sums, dtype=torch.float64)
+    return sums, first.new_empty(first.shape, dtype=wide_dtype(*tensors))
+
+
+def _register_backward(op: Any, position: int) -> None:
+    """Backward of an operation whose argument at `position` has the gradient that it returns."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+        ctx.dtype, ctx.n_inputs = inputs[position].dtype, len(inputs)
+
+    def backward(ctx: Any, to_sums: Tensor | None, to_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if to_grad is not None:
+            raise RuntimeError("the policy and value losses can be differentiated once only")
+        (grad,) = ctx.saved_tensors
+        result: list[Tensor | None] = [None] * ctx.n_inputs
+        if to_sums is not None:
+            result[position] = (to_sums[0] * grad).to(ctx.dtype)
+        return tuple(result)
+
+    op.register_autograd(backward, setup_context=save)
+
+
+_register_backward(_policy_loss, 1)
+_register_backward(_value_loss, 0)
+
+
+def policy_loss_reference(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    mode: str,
+    loss_denominator: float,
+    token_denominator: float,
+) -> tuple[Tensor, Tensor]:
+    """Sums [4] (loss, clipfrac, clipfrac_lower, ppo_kl) and d loss / d log_prob [m, R], by plain torch.
+
+    Where two branches are equal the gradient is the mean of theirs, as autograd has it. That includes every
+    token of a first update, where the ratio is 1: both branches have the same gradient there.
+    """
+    difference = torch.where(mask, log_prob.double() - old_log_prob.double(), 0.0)
+    negative = -torch.where(mask, advantages.double(), 0.0)  # the slope of the loss in the ratio
+    log_ratio = difference.clamp(-20, 20)
+    ratio = log_ratio.exp()
+    limited = ratio.clamp(1 - clip_low, 1 + clip_high)
+    unclipped, clipped = negative * ratio, negative * limited
+    loss, slope = _larger(unclipped, clipped, negative, torch.where(ratio == limited, negative, 0.0))
+    bound = torch.where(negative > 0, negative * dual_clip, math.inf)
+    lower = loss > bound
+    slope = torch.where(loss == bound, slope / 2, slope).masked_fill(lower | (difference.abs() > 20), 0.0)
+    sums = [_loss_sum(torch.where(lower, bound, loss), mask, mode, loss_denominator)]
+    sums += [count.double().sum() / token_denominator for count in (clipped > unclipped, lower, -log_ratio)]
+    grad = slope * ratio / _divisor(mask, mode, loss_denominator)
+    return torch.stack(sums), grad.to(log_prob.dtype)
+
+
+def value_loss_reference(
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor,
+    mask: Tensor,
+    value_clip: float,
+    mode: str,
+    loss_denominator: float,
+    token_denominator: float,
+) -> tuple[Tensor, Tensor]:
+    """Sums [3] (loss, clipfrac, vpred_mean) and d loss / d values [m, R], by plain torch; ties as above."""
+    kept, target, old = (torch.where(mask, x.double(), 0.0) for x in (values, returns, old_values))
+    limited = torch.clamp(kept, old - value_clip, old + value_clip)
+    error, clipped_error = kept - target, limited - target
+    square, clipped_square = error.square(), clipped_error.square()
+    loss, slope = _larger(square, clipped_square, error, torch.where(kept == limited, clipped_error, 0.0))
+    sums = [_loss_sum(0.5 * loss, mask, mode, loss_denominator)]
+    sums += [total.double().sum() / token_denominator for total in (clipped_square > square, kept)]
+    return torch.stack(sums), (slope / _divisor(mask, mode, loss_denominator)).to(values.dtype)
+
+
+def _larger(left: Tensor, right: Tensor, left_slope: Tensor, right_slope: Tensor) -> tuple[Tensor, Tensor]:
+    """Element by element the larger and its slope; where they are equal, the mean of both slopes."""
+    tie = 0.5 * (left_slope + right_slope)
+    slope = torch.where(left > right, left_slope, torch.where(left < right, right_slope, tie))
+    return torch.maximum(left, right), slope
+
+
+def _divisor(mask: Tensor, mode: str, denominator: float) -> Tensor | float:
+    if mode != "seq-mean-token-mean":
+        return denominator
+    return mask.sum(dim=1, keepdim=True).clamp(min=1) * denominator
+
+
+def _loss_sum(loss: Tensor, mask: Tensor, mode: str, denominator: float) -> Tensor:
+    return (loss.sum(dim=1, keepdim=True) / _divisor(mask, mode, denominator)).sum()
+
+
+def _policy_cpp(
+    cpu: Any,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    mode: str,
+    *denominators: float,
+) -> tuple[Tensor, Tensor]:
+    rows = [tensor.contiguous() for tensor in (old_log_prob, log_prob, advantages)]
+    return _run(cpu.policy_loss, 4, rows, mask, (clip_low, clip_high, dual_clip), mode, denominators)
+
+
+def _value_cpp(
+    cpu: Any,
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor,
+    mask: Tensor,
+    value_clip: float,
+    mode: str,
+    *denominators: float,
+) -> tuple[Tensor, Tensor]:
+    rows = [tensor.contiguous() for tensor in (values, returns, old_values)]
+    return _run(cpu.value_loss, 3, rows, mask, (value_clip,), mode, denominators)
+
+
+def _run(
+    function: Any,
+    n_sums: int,
+    rows: list[Tensor],
+    mask: Tensor,
+    clips: tuple[float, ...],
+    mode: str,
+    denominators: tuple[float, ...],
+) -> tuple[Tensor, Tensor]:
+    sums, grad = rows[0].new_empty(n_sums, dtype=torch.float64), torch.empty_like(rows[0])
+    per_sequence = mode == "seq-mean-token-mean"
+    function(
+        *rows, mask_bytes(mask), *clips, per_sequence, *denominators, sums, grad, torch.get_num_threads()
+    )
+    return sums, grad
+
+
+_policy_kernel = Kernel("policy_loss", reference=policy_loss_reference, cpp=_policy_cpp, triton="losses")
+_value_kernel = Kernel("value_loss", reference=value_loss_reference, cpp=_value_cpp, triton="losses")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rolemesh.engine.algorithms.estimators import Advantages, register_estimator
+from rolemesh.kernels import group_statistics
 
 
 @register_estimator("grpo")
@@ -35,42 +36,16 @@ def grpo_outcome_advantage(
         found = "none" if index is None else str(len(index))
         raise ValueError(f"the advantage estimator 'grpo' needs a 'uid' for each of {rows} rows, got {found}")
     mask = response_mask.bool()
-    scores = torch.where(mask, token_level_rewards, 0.0).double().sum(dim=1).tolist()
-    groups = _scores_by_group(list(index), scores, group)
-    advantages = torch.tensor(
-        [
-            _advantage(score, groups[key], norm_adv_by_std, epsilon)
-            for key, score in zip(index, scores, strict=True)
-        ],
-        dtype=token_level_rewards.dtype,
-        device=token_level_rewards.device,
-    )
-    column = torch.where(mask, advantages[:, None], 0.0)
-    members = [np.asarray(group_scores) for group_scores in groups.values()]
+    scores = torch.where(mask, token_level_rewards, 0.0).double().sum(dim=1)
+    statistics = group_statistics(scores, index, group=group)
+    several = statistics.count > 1
+    advantages = scores - torch.where(several, statistics.mean, 0.0)
+    if norm_adv_by_std:
+        advantages = advantages / (torch.where(several, statistics.std, 1.0) + epsilon)
+    column = torch.where(mask, advantages.to(token_level_rewards.dtype)[:, None], 0.0)
     metrics = {
-        "grpo/groups": float(len(members)),
-        "grpo/zero_variance_groups": float(sum(len(m) > 1 and np.ptp(m) == 0 for m in members)),
-        "grpo/single_row_groups": float(sum(len(m) == 1 for m in members)),
+        "grpo/groups": float(statistics.n_groups),
+        "grpo/zero_variance_groups": float(statistics.n_constant),
+        "grpo/single_row_groups": float(statistics.n_single),
     }
     return Advantages(column, column, metrics)
-
-
-def _scores_by_group(
-    index: list[Hashable], scores: list[float], group: dist.ProcessGroup | None
-) -> dict[Hashable, list[float]]:
-    """Scores of each prompt's rows on all ranks, in rank and row order, so that every rank sums alike."""
-    parts = [(index, scores)]
-    if group is not None:
-        parts = [([], [])] * group.size()
-        dist.all_gather_object(parts, (index, scores), group=group)
-    groups: dict[Hashable, list[float]] = {}
-    for keys, values in parts:
-        for key, value in zip(keys, values, strict=True):
-            groups.setdefault(key, []).append(value)
-    return groups
-
-
-def _advantage(score: float, members: list[float], norm_adv_by_std: bool, epsilon: float) -> float:
-    several = len(members) > 1
-    mean, std = (float(np.mean(members)), float(np.std(members, ddof=1))) if several else (0.0, 1.0)
-    return (score - mean) / (std + epsilon) if norm_adv_by_std else score - mean

@@ -6,6 +6,7 @@ using namespace rolemesh;
 static void bind(nb::module_ module, const Kernels& kernels) {
     bind_log_prob(module, kernels);
     bind_advantages(module, kernels);
+    bind_losses(module, kernels);
 }
 
 static bool has_avx2() {
