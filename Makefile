@@ -19,7 +19,7 @@ ASSETS := runs/quickstart-assets
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test test-slow check lint types docs clean
+.PHONY: setup quickstart test test-slow sanitize check lint types docs clean
 
 setup: .venv/built
 
@@ -31,6 +31,12 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# The C++ kernels under the address and undefined behaviour sanitizers: no Python runs.
+sanitize: setup
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/sanitize -G Ninja -DROLEMESH_SANITIZE=ON > /dev/null
+	$(BIN)/cmake --build build/sanitize
+	OMP_NUM_THREADS=2 build/sanitize/kernel_tests
 
 check: lint types
 	$(BIN)/python -m pytest -m "not full and not slow"

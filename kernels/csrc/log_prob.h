@@ -9,7 +9,6 @@
 
 namespace rolemesh::ROLEMESH_ISA {
 
-constexpr int kUnroll = 4;            // vectors in flight
 constexpr int64_t kBlock = 2048;      // columns whose sums stay in A; small enough for the first cache
 constexpr int64_t kSplit = 16384;     // columns below which a row is not shared by threads
 constexpr int kParts = 64;            // shares of rows, at most
@@ -17,7 +16,7 @@ constexpr double kLag = 8;            // exp(kLag) * kBlock is far from overflow
 constexpr double kLog2E = 0x1.71547652b82fep0, kLn2 = 0x1.62e42fefa39efp-1;
 
 template <typename A>
-constexpr int64_t kChunk = kUnroll * Vector<A>::kLanes;
+constexpr int64_t kChunk = 4 * Vector<A>::kLanes;  // columns of one step: two pairs of vectors
 
 template <typename T>
 struct Accumulator {
@@ -55,25 +54,41 @@ static inline void merge(Sums<A>& sums, Sums<A> other, double inv_temperature) {
     sums.weighted += other.weighted;
 }
 
+// Four vectors of x.
 template <typename A, typename T>
-static inline A largest_of(const T* x, int64_t n) {
-    Vec<A> most = minus_infinity<A>() + Vec<A>{};
-    for (int64_t j = 0; j < n; j += Vector<A>::kLanes) most = max_or_second(load(x + j), most);
-    return max_of(most);
+static inline void read_chunk(const T* x, Vec<A> (&vectors)[4]) {
+    const Two<A> low = read_two(x), high = read_two(x + kChunk<A> / 2);
+    vectors[0] = low.first, vectors[1] = low.second, vectors[2] = high.first, vectors[3] = high.second;
 }
 
-// The sums of n columns, a multiple of kChunk, relative to m. Returns the largest of them, NaN left out.
+template <typename A>
+static inline A largest_of(const Vec<A> (&v)[4]) {
+    return max_of(max_or_second(max_or_second(v[0], v[1]), max_or_second(v[2], v[3])));
+}
+
+// The largest of n columns, a multiple of kChunk; NaN is left out.
+template <typename A, typename T>
+static inline A largest_of(const T* x, int64_t n) {
+    Vec<A> most[4], logits[4];
+    for (auto& vector : most) vector = minus_infinity<A>() + Vec<A>{};
+    for (int64_t j = 0; j < n; j += kChunk<A>) {
+        read_chunk<A>(x + j, logits);
+        for (int k = 0; k < 4; ++k) most[k] = max_or_second(logits[k], most[k]);
+    }
+    return largest_of<A>(most);
+}
+
+// The sums of n columns, a multiple of kChunk, relative to m. Returns the largest of them; NaN is left out.
 template <bool entropy, typename A, typename T>
 static inline A sum_block(const T* x, int64_t n, A m, A scale, double& sum, double& weighted) {
-    Vec<A> sums[kUnroll] = {}, weighteds[kUnroll] = {}, most[kUnroll];
+    Vec<A> sums[4] = {}, weighteds[4] = {}, most[4], logits[4];
     for (auto& vector : most) vector = minus_infinity<A>() + Vec<A>{};
-    const Vec<A> lowest = Vector<A>::kLowest + Vec<A>{};
     for (int64_t j = 0; j < n; j += kChunk<A>) {
+        read_chunk<A>(x + j, logits);
 #pragma GCC unroll 4
-        for (int k = 0; k < kUnroll; ++k) {
-            const Vec<A> logits = load(x + j + k * Vector<A>::kLanes);
-            most[k] = max_or_second(logits, most[k]);
-            const Vec<A> log2 = max_or_second(lowest, (logits - m) * scale);
+        for (int k = 0; k < 4; ++k) {
+            most[k] = max_or_second(logits[k], most[k]);
+            const Vec<A> log2 = max_or_second(Vector<A>::kLowest + Vec<A>{}, (logits[k] - m) * scale);
             const Vec<A> power = exp2_of<A>(log2);
             sums[k] += power;
             if constexpr (entropy) weighteds[k] = multiply_add(power, log2, weighteds[k]);
@@ -81,7 +96,7 @@ static inline A sum_block(const T* x, int64_t n, A m, A scale, double& sum, doub
     }
     sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
     weighted = sum_of((weighteds[0] + weighteds[1]) + (weighteds[2] + weighteds[3])) * kLn2;
-    return max_of(max_or_second(max_or_second(most[0], most[1]), max_or_second(most[2], most[3])));
+    return largest_of<A>(most);
 }
 
 // Add n columns, a multiple of kChunk and at most kBlock.
@@ -123,8 +138,8 @@ static inline double number(bf16 x) {
     return value;
 }
 static inline double number(f16 x) {
-    f16 lanes[Vector<float>::kLanes] = {x};
-    return load(lanes)[0];
+    f16 numbers[2 * Vector<float>::kLanes] = {x};
+    return read_two(numbers).first[0];
 }
 
 template <bool entropy, typename T, typename A = typename Accumulator<T>::Type>
@@ -192,16 +207,26 @@ struct Slope {
     A m, scale, log2_sum, slope, curve;
 };
 
+// A NaN that was passed in might round to something else in bf16.
+template <typename A>
+static inline A plain_nan(double value) {
+    return value == value ? A(value) : A(__builtin_nan(""));
+}
+
 template <bool entropy, typename A, typename T>
 static inline void backward_chunk(const T* x, const Slope<A>& row, T* out) {
+    Vec<A> v[4];
+    read_chunk<A>(x, v);
 #pragma GCC unroll 4
-    for (int k = 0; k < kUnroll; ++k) {
-        const Vec<A> exponent = (load(x + k * Vector<A>::kLanes) - row.m) * row.scale - row.log2_sum;
+    for (int k = 0; k < 4; ++k) {
+        const Vec<A> exponent = (v[k] - row.m) * row.scale - row.log2_sum;
         const Vec<A> log2 = max_or_second(Vector<A>::kLowest + Vec<A>{}, exponent);
         Vec<A> slope = row.slope + Vec<A>{};
         if constexpr (entropy) slope = multiply_add(log2, row.curve + Vec<A>{}, slope);
-        store(out + k * Vector<A>::kLanes, exp2_of<A>(log2) * slope);
+        v[k] = exp2_of<A>(log2) * slope;
     }
+    write_two(out, Two<A>{v[0], v[1]});
+    write_two(out + kChunk<A> / 2, Two<A>{v[2], v[3]});
 }
 
 template <bool entropy, typename T, typename A = typename Accumulator<T>::Type>
@@ -214,9 +239,9 @@ static void backward_of_rows(Matrix logits, const int64_t* labels, const A* numb
         T* y = static_cast<T*>(out.data) + i * out.stride;
         const double m = numbers[i], log_sum = numbers[n + i], h = numbers[2 * n + i], g = numbers[3 * n + i];
         const double e = entropy ? double(numbers[4 * n + i]) : 0;
-        const Slope<A> row = {A(m), A(inv_temperature * kLog2E), A(log_sum * kLog2E),
-                              A(entropy ? -(g + e * h) * inv_temperature : -g * inv_temperature),
-                              A(-e * inv_temperature * kLn2)};
+        const Slope<A> row = {plain_nan<A>(m), A(inv_temperature * kLog2E), plain_nan<A>(log_sum * kLog2E),
+                              plain_nan<A>((entropy ? g + e * h : g) * -inv_temperature),
+                              plain_nan<A>(-e * inv_temperature * kLn2)};
         // Kept before y, which may be x, is written: the label's own value is rounded once.
         const int64_t label = labels[i];
         const bool here = label >= 0 && label < columns;
@@ -233,9 +258,10 @@ static void backward_of_rows(Matrix logits, const int64_t* labels, const A* numb
         if (here) {
             const double log_p = (at_label - m) * inv_temperature - log_sum, p = __builtin_exp(log_p);
             const double change = entropy && p != 0 ? e * p * (log_p + h) : 0;
-            T lanes[Vector<A>::kLanes];
-            store(lanes, A((g * (1 - p) - change) * inv_temperature) + Vec<A>{});
-            y[label] = lanes[0];
+            const Vec<A> value = plain_nan<A>((g * (1 - p) - change) * inv_temperature) + Vec<A>{};
+            T numbers[2 * Vector<A>::kLanes];
+            write_two(numbers, Two<A>{value, value});
+            y[label] = numbers[0];
         }
     }
 }

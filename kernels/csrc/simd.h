@@ -1,6 +1,6 @@
 // Vectors of the instruction set that this file is compiled for: 32 bytes with AVX2, else 16.
 //
-// `Vector<A>` holds numbers of type A, in which sums are formed; `load` and `store` turn memory's types into it.
+// `Vec<A>` holds numbers of type A, in which sums are formed; `read_two` and `write_two` turn memory's types into it.
 #pragma once
 
 #include <cstdint>
@@ -70,25 +70,25 @@ using Vec = typename Vector<A>::V;
 template <typename A>
 using Bits = typename Vector<A>::Bits;
 
-// The larger of each pair; b where either is NaN, as the instruction has it.
+#ifdef __AVX2__
+// The larger of each pair; b where either is NaN.
+static inline Vec<float> max_or_second(Vec<float> a, Vec<float> b) { return _mm256_max_ps(a, b); }
+static inline Vec<double> max_or_second(Vec<double> a, Vec<double> b) { return _mm256_max_pd(a, b); }
+
+// a * b + c, with one rounding where the processor can.
+static inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
+    return _mm256_fmadd_pd(a, b, c);
+}
+#else
 template <typename V>
 static inline V max_or_second(V a, V b) {
     return a > b ? a : b;
 }
 
-// a * b + c, with one rounding where the processor can.
 template <typename V>
 static inline V multiply_add(V a, V b, V c) {
     return a * b + c;
-}
-#ifdef __FMA__
-template <>
-inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
-    return _mm256_fmadd_ps(a, b, c);
-}
-template <>
-inline Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
-    return _mm256_fmadd_pd(a, b, c);
 }
 #endif
 
@@ -120,63 +120,68 @@ static inline auto max_of(V v) {
     return most;
 }
 
-typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+// Memory's numbers come and go by two vectors. Which lane holds which number is each type's own; writing undoes it.
+template <typename A>
+struct Two {
+    Vec<A> first, second;
+};
 
-static inline Vec<float> load(const float* x) {
-    Vec<float> v;
-    __builtin_memcpy(&v, x, sizeof v);
-    return v;
+template <typename A>
+static inline Two<A> read_two(const A* x) {
+    Vec<A> first, second;
+    __builtin_memcpy(&first, x, sizeof first);
+    __builtin_memcpy(&second, x + Vector<A>::kLanes, sizeof second);
+    return {first, second};
 }
 
-static inline Vec<double> load(const double* x) {
-    Vec<double> v;
-    __builtin_memcpy(&v, x, sizeof v);
-    return v;
+template <typename A>
+static inline void write_two(A* x, const Two<A>& two) {
+    __builtin_memcpy(x, &two.first, sizeof two.first);
+    __builtin_memcpy(x + Vector<A>::kLanes, &two.second, sizeof two.second);
 }
 
-static inline Vec<float> load(const bf16* x) {
-    Halves halves;
-    __builtin_memcpy(&halves, x, sizeof halves);
-    return Vec<float>(__builtin_convertvector(halves, Bits<float>) << 16);
+// Of each pair of neighbours one goes to `first`, the other to `second`: no lane moves.
+static inline Two<float> read_two(const bf16* x) {
+    Bits<float> pairs;
+    __builtin_memcpy(&pairs, x, sizeof pairs);
+    return {Vec<float>(pairs << 16), Vec<float>(pairs & 0xffff0000u)};
 }
 
-static inline Vec<float> load(const f16* x) {
-    Halves halves;
-    __builtin_memcpy(&halves, x, sizeof halves);
+// The upper half is the number rounded to nearest, ties to even. A NaN stays one if it is quiet and its lower half
+// is 0: those that come from bf16 and those that operations make are.
+static inline Bits<float> round_up_half(Vec<float> v) {
+    const Bits<float> bits = Bits<float>(v);
+    return bits + 0x7fff + (bits >> 16 & 1);
+}
+
+static inline void write_two(bf16* x, const Two<float>& two) {
+    const Bits<float> pairs = round_up_half(two.first) >> 16 | (round_up_half(two.second) & 0xffff0000u);
+    __builtin_memcpy(x, &pairs, sizeof pairs);
+}
+
 #ifdef __F16C__
-    return _mm256_cvtph_ps(__m128i(halves));
-#else
-    // Exponent and mantissa in their float32 place; 2^112 moves the bias, subnormal numbers come out right too.
-    const Bits<float> bits = __builtin_convertvector(halves, Bits<float>), magnitude = (bits & 0x7fff) << 13;
-    const Bits<float> finite = Bits<float>(Vec<float>(magnitude) * 0x1p112f), special = magnitude | 0x7f800000;
-    return Vec<float>((magnitude >= 0x0f800000 ? special : finite) | (bits & 0x8000) << 16);
-#endif
+static inline Two<float> read_two(const f16* x) {
+    __m128i halves[2];
+    __builtin_memcpy(&halves, x, sizeof halves);
+    return {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
 }
 
-static inline void store(float* x, Vec<float> v) { __builtin_memcpy(x, &v, sizeof v); }
-
-static inline void store(double* x, Vec<double> v) { __builtin_memcpy(x, &v, sizeof v); }
-
-// Lanes that fit into 16 bits, as 16 bits.
-static inline Halves narrow(Bits<float> bits) {
-#ifdef __AVX2__
-    return Halves(_mm_packus_epi32(_mm256_castsi256_si128(__m256i(bits)), _mm256_extracti128_si256(__m256i(bits), 1)));
-#else
-    return __builtin_convertvector(bits, Halves);
-#endif
-}
-
-// Rounds to nearest, ties to even.
-static inline void store(bf16* x, Vec<float> v) {
-    const Bits<float> bits = Bits<float>(v), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Halves halves = narrow(v == v ? rounded : (bits >> 16 | 0x40));
+static inline void write_two(f16* x, const Two<float>& two) {
+    const __m128i halves[2] = {_mm256_cvtps_ph(two.first, _MM_FROUND_TO_NEAREST_INT),
+                               _mm256_cvtps_ph(two.second, _MM_FROUND_TO_NEAREST_INT)};
     __builtin_memcpy(x, &halves, sizeof halves);
 }
-
-static inline void store(f16* x, Vec<float> v) {
-#ifdef __F16C__
-    const Halves halves = Halves(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
+// From the lowest 16 bits. Exponent and mantissa go to their float32 place; 2^112 moves the bias, and subnormal
+// numbers come out right too.
+static inline Vec<float> from_f16(Bits<float> bits) {
+    const Bits<float> magnitude = (bits & 0x7fff) << 13;
+    const Bits<float> finite = Bits<float>(Vec<float>(magnitude) * 0x1p112f), special = magnitude | 0x7f800000;
+    return Vec<float>((magnitude >= 0x0f800000 ? special : finite) | (bits & 0x8000) << 16);
+}
+
+// To the lowest 16 bits, rounded to nearest, ties to even.
+static inline Bits<float> to_f16(Vec<float> v) {
     const Bits<float> sign = Bits<float>(v) & 0x80000000u, magnitude = Bits<float>(v) ^ sign;
     // Subnormal results: adding 1/2 leaves multiples of 2^-24 in the lowest bits, rounded by the addition.
     const Bits<float> small = Bits<float>(Vec<float>(magnitude) + 0.5f) - 0x3f000000;
@@ -184,10 +189,20 @@ static inline void store(f16* x, Vec<float> v) {
     Bits<float> bits = magnitude < 0x38800000u ? small : normal;
     bits = magnitude >= 0x477ff000u ? 0x7c00 + Bits<float>{} : bits;
     bits = magnitude > 0x7f800000u ? 0x7e00 + Bits<float>{} : bits;
-    const Halves halves = narrow(bits | sign >> 16);
-#endif
-    __builtin_memcpy(x, &halves, sizeof halves);
+    return bits | sign >> 16;
 }
+
+static inline Two<float> read_two(const f16* x) {
+    Bits<float> pairs;
+    __builtin_memcpy(&pairs, x, sizeof pairs);
+    return {from_f16(pairs & 0xffff), from_f16(pairs >> 16)};
+}
+
+static inline void write_two(f16* x, const Two<float>& two) {
+    const Bits<float> pairs = to_f16(two.first) | to_f16(two.second) << 16;
+    __builtin_memcpy(x, &pairs, sizeof pairs);
+}
+#endif
 
 // What a type holds for minus infinity.
 template <typename T>
