@@ -17,10 +17,12 @@ import yaml
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rolemesh.kernels.forms import form_of
 from rolemesh.placement.timeline import Timeline
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
+LINEAR = "linear_log_prob_and_entropy"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": float(sum(c.isdigit() for c in solution_str)), "length": len(solution_str)}
@@ -108,6 +110,30 @@ def test_a_split_run_overlaps_the_updates_and_the_scoring(split_run):
         overlap_share(timeline, a, b) for a in ("old_log_prob", "ref_log_prob") for b in ("values", "reward")
     ]
     assert max(scored) >= 0.5, scored
+
+
+def kernels(timeline: Timeline) -> dict[str, set[str]]:
+    """The kernels that every rank's run of an operation names; each in the form that suits the CPU."""
+    form = form_of(torch.device("cpu"))
+    assert form != "reference"
+    common: dict[str, set[str]] = {}
+    for span in timeline.spans:
+        assert all(name.endswith(f"/{form}") for name in span.args["kernels"]), span
+        names = {name.partition("/")[0] for name in span.args["kernels"]}
+        common[span.name] = common.get(span.name, names) & names
+    return common
+
+
+def test_every_operation_on_log_probs_advantages_or_losses_names_its_kernels(split_run):
+    ran = kernels(Timeline.load(split_run[0] / "timeline.json"))
+    for operation, wanted in {
+        "old_log_prob": {LINEAR},
+        "ref_log_prob": {LINEAR},
+        "advantage": {"gae", "kl", "masked_moments", "masked_normalize"},
+        "update_actor": {LINEAR, "policy_loss"},
+        "update_critic": {"value_loss"},
+    }.items():
+        assert wanted <= ran[operation], operation
 
 
 def test_reference_critic_and_reward_model_score_at_the_same_time_on_pools_of_their_own(folder):
@@ -202,6 +228,9 @@ def test_grpo_with_a_function_reward_and_a_pool_for_generation(folder):
     assert step["actor/kl_loss"] >= 0
     assert "reward/length/mean" in step
     assert step["training/rows"] == 15
+    ran = kernels(Timeline.load(folder / "runs" / "grpo" / "timeline.json"))
+    assert {LINEAR, "policy_loss", "kl"} <= ran["update_actor"]
+    assert "group_moments" in ran["advantage"]
 
 
 def wait_until(condition, limit_s: float) -> bool:
