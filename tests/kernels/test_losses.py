@@ -1,13 +1,22 @@
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gloo import run_ranks
 from golden import golden_cases, match, run_case
+from ops import check_compiles, check_op
 from torch import Tensor
 
-from rolemesh.kernels import LOSS_AGG_MODES, aggregate, loss_denominators, policy_loss, value_loss
+from rolemesh.kernels import (
+    LOSS_AGG_MODES,
+    LossDenominators,
+    aggregate,
+    loss_denominators,
+    policy_loss,
+    value_loss,
+)
 
 CLIPS = {"clip_c": "dual_clip"}  # name of an argument in the golden cases: here
 
@@ -144,3 +153,203 @@ def test_without_dual_clip_the_loss_is_not_bounded():
 def test_an_unknown_mode_lists_those_that_exist():
     with pytest.raises(ValueError, match="'mean'; there are token-mean, seq-mean-token-sum, "):
         loss_denominators(torch.ones(1, 1), "mean")
+
+
+def plain_policy_loss(
+    old: Tensor, new: Tensor, advantages: Tensor, mask: Tensor, dual_clip: float | None, mean: Callable
+) -> tuple[Tensor, list[Tensor]]:
+    """The formula as autograd differentiates it; `mean(values, mode)` is over the mini-batch."""
+    log_ratio = torch.where(mask, new - old, 0.0).clamp(-20, 20)
+    advantages = torch.where(mask, advantages, 0.0)
+    unclipped = -advantages * log_ratio.exp()
+    clipped = -advantages * log_ratio.exp().clamp(0.8, 1.3)
+    loss = torch.maximum(unclipped, clipped)
+    lower = torch.zeros_like(mask)
+    if dual_clip is not None:
+        lower = (advantages < 0) & (loss > -advantages * dual_clip)
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    return loss, [mean(x.double()) for x in (clipped > unclipped, lower, -log_ratio)]
+
+
+def plain_value_loss(values: Tensor, returns: Tensor, old: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    clipped = torch.clamp(values, old - 0.4, old + 0.4)
+    errors = [torch.where(mask, x - returns, 0.0).square() for x in (values, clipped)]
+    return 0.5 * torch.maximum(*errors), errors[1] > errors[0]
+
+
+def hard_batch(dtype: torch.dtype) -> dict[str, Tensor]:
+    """[6, 21]: on-policy and far tokens, advantages of 0, equal errors, an empty row, NaN outside."""
+    generator = torch.Generator().manual_seed(5)
+    old, new, advantages, values, returns, old_values = torch.randn(6, 6, 21, generator=generator).double()
+    new[0] = old[0]
+    new[1, :4] = old[1, :4] + torch.tensor([25.0, -25.0, 20.0, -20.0])
+    advantages[2, ::3] = 0
+    values[3], old_values[3], returns[3] = 1.0, 0.2, 0.8  # clipped to 0.6: both errors are 0.2
+    mask = torch.rand(6, 21, generator=generator) < 0.8
+    mask[5] = False
+    columns = [old, new, advantages, values, returns, old_values]
+    names = ["old", "new", "advantages", "values", "returns", "old_values"]
+    filled = [column.to(dtype).masked_fill(~mask, math.nan) for column in columns]
+    return dict(zip(names, filled, strict=True)) | {"mask": mask}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("dual_clip", [3.0, 1.1, None])
+def test_the_policy_loss_and_its_gradient_are_those_of_autograd(
+    dual_clip: float | None, mode: str, dtype: torch.dtype, form: str
+):
+    batch = hard_batch(dtype)
+    mask, denominators = batch["mask"], loss_denominators(batch["mask"], mode)
+    new = batch["new"].requires_grad_()
+    loss, stats = policy_loss(
+        batch["old"],
+        new,
+        batch["advantages"],
+        mask,
+        denominators=denominators,
+        clip_high=0.3,
+        dual_clip=dual_clip,
+        loss_agg=mode,
+    )
+    wide = {name: batch[name].detach().double() for name in ("old", "new", "advantages")}
+    wide_new = wide["new"].requires_grad_()
+    expected_mat, expected_stats = plain_policy_loss(
+        wide["old"], wide_new, wide["advantages"], mask, dual_clip, lambda x: x.sum() / denominators.tokens
+    )
+    expected = aggregate(expected_mat, mask, mode, denominators)
+    (2 * loss).backward()
+    (2 * expected).backward()
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    match(loss, expected, rtol=1e-6, atol=0)
+    for value, right in zip(stats.values(), expected_stats, strict=True):
+        assert not value.requires_grad
+        match(value, right, rtol=1e-9, atol=1e-12)
+    assert new.grad.dtype == dtype
+    match(new.grad[mask], wide_new.grad[mask], rtol=torch.finfo(dtype).eps, atol=1e-14)
+    assert not new.grad[~mask].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_value_loss_and_its_gradient_are_those_of_autograd(mode: str, dtype: torch.dtype, form: str):
+    batch = hard_batch(dtype)
+    mask, denominators = batch["mask"], loss_denominators(batch["mask"], mode)
+    values = batch["values"].requires_grad_()
+    loss, stats = value_loss(
+        values,
+        batch["returns"],
+        batch["old_values"],
+        mask,
+        denominators=denominators,
+        value_clip=0.4,
+        loss_agg=mode,
+    )
+    wide = values.detach().double().requires_grad_()
+    expected_mat, larger = plain_value_loss(
+        wide, batch["returns"].double(), batch["old_values"].double(), mask
+    )
+    expected = aggregate(expected_mat, mask, mode, denominators)
+    grads = torch.autograd.grad(loss, values)[0], torch.autograd.grad(expected, wide)[0]
+    match(loss, expected, rtol=1e-6, atol=0)
+    match(stats["vf_clipfrac"], larger.double().sum() / denominators.tokens, rtol=1e-9, atol=0)
+    match(stats["vpred_mean"], wide.detach()[mask].sum() / denominators.tokens, rtol=1e-9, atol=0)
+    match(grads[0][mask], grads[1][mask], rtol=torch.finfo(dtype).eps, atol=1e-14)
+    assert not grads[0][~mask].any()
+
+
+def test_equal_errors_share_the_gradient(form: str):
+    values = torch.tensor([[1.0]], requires_grad=True)  # clipped to 0.5, which is as far from 0.75
+    loss, _ = value_loss(
+        values,
+        torch.full((1, 1), 0.75),
+        torch.zeros(1, 1),
+        torch.ones(1, 1),
+        denominators=LossDenominators(1, 1),
+        value_clip=0.5,
+    )
+    loss.backward()
+    assert values.grad.item() == 0.125
+
+
+def test_a_first_update_has_the_whole_policy_gradient(form: str):
+    advantages = torch.tensor([[2.0, -3.0, 0.0]])
+    log_prob = torch.full((1, 3), -1.5, requires_grad=True)
+    ones = torch.ones(1, 3)
+    loss, stats = policy_loss(
+        log_prob.detach(), log_prob, advantages, ones, denominators=LossDenominators(1, 1)
+    )
+    loss.backward()
+    assert torch.equal(log_prob.grad, -advantages)
+    assert not any(stats.values())
+
+
+def test_nan_inside_of_the_mask_is_in_loss_and_gradient(form: str):
+    log_prob = torch.tensor([[math.nan, 0.0]], requires_grad=True)
+    ones = torch.ones(1, 2)
+    loss, _ = policy_loss(ones, log_prob, ones, ones, denominators=LossDenominators(2, 2))
+    loss.backward()
+    assert loss.isnan()
+    assert log_prob.grad.isnan().tolist() == [[True, False]]
+
+
+def test_the_number_of_threads_changes_nothing():
+    columns = torch.randn(3, 70, 600)
+    mask = torch.rand(70, 600) < 0.5
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            log_prob = columns[1].clone().requires_grad_()
+            loss, stats = policy_loss(
+                columns[0], log_prob, columns[2], mask, denominators=LossDenominators(1, 1)
+            )
+            results.append([loss.detach(), torch.autograd.grad(loss, log_prob)[0], *stats.values()])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 1)])
+def test_batches_of_any_shape_work(shape: tuple[int, int], form: str):
+    ones = torch.ones(shape, requires_grad=True)
+    for loss, _ in (
+        policy_loss(ones, ones, ones, ones, denominators=LossDenominators(2, 2)),
+        value_loss(ones, ones, ones, ones, denominators=LossDenominators(2, 2)),
+    ):
+        (grad,) = torch.autograd.grad(loss, ones)
+        assert grad.shape == shape
+        assert grad.isfinite().all()
+
+
+def test_a_loss_cannot_be_differentiated_twice():
+    ones = torch.ones(1, 2, requires_grad=True)
+    loss, _ = value_loss(ones, ones * 2, ones * 0, ones, denominators=LossDenominators(1, 1))
+    (grad,) = torch.autograd.grad(loss, ones, create_graph=True)
+    with pytest.raises(RuntimeError, match="once only"):
+        grad.sum().backward()
+
+
+def test_shapes_that_differ_are_named():
+    ones = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"\[2, 3\], \[2, 3\], \[2, 3\], \[2, 2\]"):
+        policy_loss(ones, ones, ones, ones[:, :2], denominators=LossDenominators(1, 1))
+
+
+def test_the_operations_are_known_to_torch():
+    batch = {name: column.nan_to_num() for name, column in hard_batch(torch.float64).items()}
+    mask, denominators = batch["mask"].bool(), LossDenominators(3.0, 7.0)
+    policy = batch["old"], batch["new"], batch["advantages"], mask
+    value = batch["values"], batch["returns"], batch["old_values"], mask
+    check_op("policy_loss", *policy, 0.2, 0.3, math.inf, "seq-mean-token-mean", 3.0, 7.0)
+    check_op("value_loss", *value, 0.5, "token-mean", 3.0, 7.0)
+
+    def both(old: Tensor, new: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        actor, _ = policy_loss(old, new, advantages, mask, denominators=denominators, dual_clip=None)
+        critic, _ = value_loss(new, advantages, old, mask, denominators=denominators)
+        return actor + critic
+
+    check_compiles(both, *policy)
+    loss, _ = policy_loss(*(x.to("meta") for x in policy), denominators=denominators)
+    assert loss.is_meta

@@ -1,9 +1,11 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from gloo import run_ranks
 from golden import golden_cases, match, run_case
+from ops import check_compiles, check_op
 from torch import Tensor
 
 from rolemesh.kernels import masked_mean, masked_scale, masked_sum, masked_var, masked_whiten
@@ -66,6 +68,111 @@ def test_a_large_mean_keeps_its_digits():
 def test_shapes_that_differ_are_named():
     with pytest.raises(ValueError, match=r"values are \[2, 3\], the mask is \[2, 2\]"):
         masked_mean(torch.zeros(2, 3), torch.ones(2, 2))
+
+
+def batch(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Values far from 0, with NaN outside of the mask."""
+    generator = torch.Generator().manual_seed(n)
+    mask = torch.rand(n, generator=generator) < 0.6
+    values = 1000 + torch.randn(n, generator=generator, dtype=torch.float64)
+    return values.to(dtype).masked_fill(~mask, math.nan), mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 4099, 70001])
+def test_each_form_equals_float64(n: int, dtype: torch.dtype, form: str):
+    values, mask = batch(n, dtype)
+    kept = values[mask].double()
+    mean = kept.mean() if len(kept) else torch.zeros(())
+    var = kept.var() if len(kept) > 1 else torch.zeros(())
+    match(masked_sum(values, mask), kept.sum(), rtol=1e-12, atol=0)
+    match(masked_mean(values, mask), mean, rtol=1e-12, atol=0)
+    match(masked_var(values, mask), var, rtol=1e-9, atol=0)
+    whitened, scaled = masked_whiten(values, mask), masked_scale(values, mask)
+    tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-9}
+    match(whitened[mask], (kept - mean) / (var + 1e-8).sqrt() if len(kept) > 1 else kept - mean, **tolerance)
+    match(scaled[mask], kept / (var + 1e-8).sqrt() if len(kept) > 1 else kept, **tolerance)
+    for output in (whitened, scaled):
+        assert output.dtype == dtype
+        assert not output[~mask].any()
+
+
+def test_the_number_of_threads_changes_nothing():
+    values, mask = batch(300_001)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            results.append((masked_mean(values, mask), masked_var(values, mask), masked_whiten(values, mask)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_sum_of_whole_numbers_is_whole():
+    assert masked_sum(torch.eye(49)[0], torch.ones(49)).item() == 1
+    assert masked_sum(torch.tensor([3, 5]), torch.tensor([1, 0])).item() == 3
+
+
+def test_nan_inside_of_the_mask_stays_visible(form: str):
+    values, mask = torch.tensor([1.0, math.nan, 3.0]), torch.tensor([1, 1, 0])
+    for output in (masked_sum(values, mask), masked_mean(values, mask), masked_var(values, mask)):
+        assert output.isnan()
+    assert masked_whiten(values, mask).isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_var, masked_whiten, masked_scale])
+def test_gradients_are_those_of_finite_differences(function: Callable[..., Tensor], form: str):
+    values = torch.tensor([[1.0, math.nan, 3.5], [0.25, 7.0, -1.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    kept = values[mask.bool()].requires_grad_()
+
+    def of_kept(kept: Tensor) -> Tensor:
+        return function(values.masked_scatter(mask.bool(), kept), mask)
+
+    assert torch.autograd.gradcheck(of_kept, kept)
+    whole = values.clone().requires_grad_()
+    function(whole, mask).square().sum().backward()
+    assert not whole.grad[mask == 0].any()
+
+
+def test_the_operations_are_known_to_torch():
+    values, mask = batch(9, torch.float64)
+    values, numbers = values.nan_to_num().requires_grad_(), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    check_op("masked_moments", values, mask)
+    check_op("masked_normalize", values, mask, numbers.requires_grad_())
+    functions = (masked_sum, masked_mean, masked_var, masked_whiten, masked_scale)
+
+    def all_functions(values: Tensor, mask: Tensor) -> Tensor:
+        return torch.cat([function(values, mask).reshape(-1) for function in functions])
+
+    check_compiles(all_functions, values.detach(), mask)
+    assert all(function(values.to("meta"), mask.to("meta")).is_meta for function in functions)
+
+
+@pytest.mark.full
+def test_statistics_are_over_all_ranks_and_carry_no_gradient():
+    values, mask = batch(11)
+    rows = [slice(0, 4), slice(4, 4), slice(4, 11)]
+
+    def on_rank(rank: int, world: int) -> list[Tensor]:
+        group = torch.distributed.group.WORLD
+        own = values[rows[rank]].requires_grad_()
+        functions = (masked_sum, masked_mean, masked_var, masked_whiten, masked_scale)
+        outputs = [function(own, mask[rows[rank]], group=group) for function in functions]
+        compiled = torch.compile(masked_whiten, fullgraph=True, backend="eager")
+        outputs.append(compiled(own, mask[rows[rank]], group=group))
+        assert not any(output.requires_grad for output in outputs)
+        return outputs
+
+    parts = run_ranks(on_rank, 3)
+    for position, function in enumerate((masked_sum, masked_mean, masked_var)):
+        assert len({part[position].item() for part in parts}) == 1
+        match(parts[0][position], function(values, mask), rtol=1e-12, atol=0)
+    for position, function in ((3, masked_whiten), (4, masked_scale), (5, masked_whiten)):
+        whole = torch.cat([part[position] for part in parts])
+        match(whole, function(values, mask), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.full

@@ -131,3 +131,17 @@ def test_a_batch_over_two_ranks_equals_the_whole(name: str, cut: int):
     for column in (0, 1):
         match(torch.cat([part[column] for part in parts]), whole[column], rtol=1e-6, atol=1e-6)
     assert parts[0][2] == parts[1][2] == whole[2]
+
+
+def test_a_group_of_equal_scores_has_no_advantage_to_the_last_bit():
+    advantages, metrics = grpo([0.1] * 7)
+    assert not advantages.any()
+    assert metrics["grpo/zero_variance_groups"] == 1
+
+
+def test_the_order_of_rows_does_not_change_an_advantage():
+    scores, uid = [0.1, 0.7, 1e-3, 0.3, 0.2, 9.0], list("aaabba")
+    expected, _ = grpo(scores, uid)
+    for order in ([5, 4, 3, 2, 1, 0], [2, 0, 5, 3, 1, 4]):
+        advantages, _ = grpo([scores[row] for row in order], [uid[row] for row in order])
+        assert torch.equal(advantages, expected[order])
