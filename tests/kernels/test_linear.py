@@ -4,7 +4,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from golden import match
-from memory import peak_bytes
+from measure import peak_bytes
 from torch import Tensor
 
 from rolemesh.kernels import linear, linear_log_prob_and_entropy, log_prob_and_entropy

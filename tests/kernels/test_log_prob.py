@@ -4,7 +4,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from golden import golden_cases, match, run_case
-from memory import peak_bytes
+from measure import peak_bytes
 from torch import Tensor
 
 from rolemesh.kernels import log_prob_and_entropy

@@ -1,0 +1,54 @@
+"""Time and peak memory of calls: `from measure import medians, peak_bytes`."""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+
+def medians(calls: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Median seconds of each call. They take turns: a busy moment meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(_seconds(call, device))
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
+    """Bytes by which memory grows at most while `call` runs, its result included: on a CPU this process's."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks
+    before = _status("VmRSS")
+    result = call()
+    del result
+    return _status("VmHWM") - before
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start_event.record()
+    call()
+    end_event.record()
+    torch.cuda.synchronize()
+    return start_event.elapsed_time(end_event) / 1e3
+
+
+def _status(key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
