@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+if not os.environ.get("TRITON_INTERPRET") and not torch.cuda.is_available():
     if "triton.language" in sys.modules:
         raise RuntimeError(
             "there is no GPU, and Triton was imported before as a compiler: to run its kernels on a CPU "

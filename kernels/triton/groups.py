@@ -24,8 +24,8 @@ def _group_kernel(scores, group, moments, n, n_groups, BLOCK: tl.constexpr):
     order of the sums is fixed."""
     mine = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    counts = tl.zeros([BLOCK], tl.float64)
-    sums = tl.zeros([BLOCK], tl.float64)
+    counts = tl.full([BLOCK], 0.0, tl.float64)
+    sums = tl.full([BLOCK], 0.0, tl.float64)
     for start in range(0, n, BLOCK):
         at = start + lane
         keep = tl.load(group + at, mask=at < n, other=-1) == mine
@@ -33,7 +33,7 @@ def _group_kernel(scores, group, moments, n, n_groups, BLOCK: tl.constexpr):
         sums += tl.load(scores + at, mask=keep, other=0.0)
     count = tl.sum(counts)
     mean = tl.sum(sums) / tl.maximum(count, 1.0)
-    squares = tl.zeros([BLOCK], tl.float64)
+    squares = tl.full([BLOCK], 0.0, tl.float64)
     for start in range(0, n, BLOCK):
         at = start + lane
         keep = tl.load(group + at, mask=at < n, other=-1) == mine

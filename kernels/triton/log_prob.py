@@ -90,8 +90,8 @@ def _stats_kernel(
 
     first_max = tl.load(stats)
     row_max = first_max
-    sums = tl.zeros([BLOCK], accumulate)
-    products = tl.zeros([BLOCK], accumulate)  # of exp2 and its exponent
+    sums = tl.full([BLOCK], 0.0, accumulate)
+    products = tl.full([BLOCK], 0.0, accumulate)  # of exp2 and its exponent
     whole = v // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         x = tl.load(logits + start + columns, eviction_policy="evict_first").to(accumulate)

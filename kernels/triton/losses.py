@@ -138,18 +138,26 @@ def _kl_kernel(grad, log_prob, ref_log_prob, out, n, KIND: tl.constexpr, BLOCK: 
     else:
         tl.static_assert(KIND == "k3")
         log_ratio = _clamp(-difference, -20.0, 20.0)
-        ratio = tl.exp(log_ratio)
-        raw = ratio - log_ratio - 1.0
+        raw = _exp_less_tangent(log_ratio)
         value = tl.minimum(raw, 10.0, propagate_nan=tl.PropagateNan.ALL)
-        slope = tl.where((raw > 10.0) | (difference > 20.0), 0.0, 1.0 - ratio)
+        slope = tl.where((raw > 10.0) | (difference > 20.0), 0.0, -(raw + log_ratio))
     if grad is not None:
-        value = slope * to_float64(tl.load(grad + at, mask=inside, other=0.0))
+        gradient = to_float64(tl.load(grad + at, mask=inside, other=0.0))
+        value = tl.where(gradient == 0.0, 0.0, gradient * slope)  # a masked token's NaN stays out
     store(out + at, value, inside)
 
 
 @triton.jit
+def _exp_less_tangent(r):
+    """e^r - r - 1: near 0 by its series, as the difference loses its digits there."""
+    series = 1.0 + r * (1 / 6) * (1.0 + r * (1 / 7) * (1.0 + r * (1 / 8) * (1.0 + r * (1 / 9))))
+    series = 1.0 + r * (1 / 3) * (1.0 + r * (1 / 4) * (1.0 + r * (1 / 5) * series))
+    return tl.where(tl.abs(r) < 0.1, 0.5 * r * r * series, tl.exp(r) - r - 1.0)
+
+
+@triton.jit
 def _clamp(x, low, high):
-    """`x` held between the bounds; NaN stays, also a bound's."""
+    """`x` held between the bounds; NaN stays, also a bound's. Triton's own does not compile for float64."""
     x = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
 
@@ -157,7 +165,7 @@ def _clamp(x, low, high):
 @triton.jit
 def _load_kept(at, keep, inside):
     """float64, 0 outside of `keep`. Loads depend on `inside` only, so that they are wide and do not wait."""
-    return tl.where(keep, to_float64(tl.load(at, mask=inside, other=0.0)), 0.0)
+    return tl.where(keep, tl.load(at, mask=inside, other=0.0).to(tl.float64), 0.0)
 
 
 @triton.jit
@@ -165,7 +173,7 @@ def _token_weight(mask, n_steps, denominator, ROW_MEAN: tl.constexpr, BLOCK: tl.
     """What a kept token of the row counts in the loss; `mask` points to the row."""
     divisor = tl.full((), denominator, tl.float64)
     if ROW_MEAN:
-        counts = tl.zeros([BLOCK], tl.float64)
+        counts = tl.full([BLOCK], 0.0, tl.float64)
         for start in range(0, n_steps, BLOCK):
             t = start + tl.arange(0, BLOCK)
             counts += tl.load(mask + t, mask=t < n_steps, other=False).to(tl.float64)
@@ -198,10 +206,10 @@ def _policy_kernel(
     row = tl.program_id(0)
     first = row.to(tl.int64) * n_steps
     weight = _token_weight(mask + first, n_steps, loss_denominator, ROW_MEAN, BLOCK)
-    losses = tl.zeros([BLOCK], tl.float64)
-    n_clipped = tl.zeros([BLOCK], tl.float64)
-    n_lower = tl.zeros([BLOCK], tl.float64)
-    log_ratios = tl.zeros([BLOCK], tl.float64)
+    losses = tl.full([BLOCK], 0.0, tl.float64)
+    n_clipped = tl.full([BLOCK], 0.0, tl.float64)
+    n_lower = tl.full([BLOCK], 0.0, tl.float64)
+    log_ratios = tl.full([BLOCK], 0.0, tl.float64)
     for start in range(0, n_steps, BLOCK):
         t = start + tl.arange(0, BLOCK)
         at = first + t
@@ -222,8 +230,10 @@ def _policy_kernel(
         n_clipped += (keep & (clipped > unclipped)).to(tl.float64)
         n_lower += (keep & lower).to(tl.float64)
         log_ratios += tl.where(keep, log_ratio, 0.0)
-        slope = tl.where(keep, tl.where(constant | lower, 0.0, unclipped * weight), 0.0)
-        store(grad + at, slope, t < n_steps)
+        slope = tl.where(constant | lower, 0.0, unclipped * weight)
+        slope = tl.where((advantage < 0.0) & (loss == bound), 0.5 * slope, slope)  # as autograd has ties
+        slope = tl.where(keep, slope, 0.0)
+        tl.store(grad + at, slope.to(grad.dtype.element_ty), mask=t < n_steps)
     tl.store(sums + row, tl.sum(losses) * weight)
     tl.store(sums + m + row, tl.sum(n_clipped) * per_token)
     tl.store(sums + 2 * m + row, tl.sum(n_lower) * per_token)
@@ -251,9 +261,9 @@ def _value_kernel(
     row = tl.program_id(0)
     first = row.to(tl.int64) * n_steps
     weight = _token_weight(mask + first, n_steps, loss_denominator, ROW_MEAN, BLOCK)
-    losses = tl.zeros([BLOCK], tl.float64)
-    n_clipped = tl.zeros([BLOCK], tl.float64)
-    predictions = tl.zeros([BLOCK], tl.float64)
+    losses = tl.full([BLOCK], 0.0, tl.float64)
+    n_clipped = tl.full([BLOCK], 0.0, tl.float64)
+    predictions = tl.full([BLOCK], 0.0, tl.float64)
     for start in range(0, n_steps, BLOCK):
         t = start + tl.arange(0, BLOCK)
         at = first + t
@@ -262,7 +272,8 @@ def _value_kernel(
         target = _load_kept(returns + at, keep, t < n_steps)
         old_value = _load_kept(old_values + at, keep, t < n_steps)
         error = value - target
-        clipped_error = _clamp(value, old_value - value_clip, old_value + value_clip) - target
+        limited = _clamp(value, old_value - value_clip, old_value + value_clip)
+        clipped_error = limited - target
         square = error * error
         clipped_square = clipped_error * clipped_error
         loss = 0.5 * tl.maximum(square, clipped_square, propagate_nan=tl.PropagateNan.ALL)
@@ -270,8 +281,12 @@ def _value_kernel(
         losses += tl.where(keep, loss, 0.0)
         n_clipped += (keep & clipped).to(tl.float64)
         predictions += value
-        slope = tl.where(keep, tl.where(clipped, 0.0, error * weight), 0.0)
-        store(grad + at, slope, t < n_steps)
+        slope = tl.where(clipped, 0.0, error * weight)
+        slope = tl.where(
+            (clipped_square == square) & (limited != value), 0.5 * slope, slope
+        )  # autograd's ties
+        slope = tl.where(keep, slope, 0.0)
+        tl.store(grad + at, slope.to(grad.dtype.element_ty), mask=t < n_steps)
     tl.store(sums + row, tl.sum(losses) * weight)
     tl.store(sums + m + row, tl.sum(n_clipped) * per_token)
     tl.store(sums + 2 * m + row, tl.sum(predictions) * per_token)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,38 +24,49 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from rolemesh.kernels.triton import advantages, groups, log_prob, losses, masked
 
-MODES = ("token-mean", "seq-mean-token-mean")
 Launch = tuple[JITFunction, dict[str, Any]]
 
 
 def calls() -> Iterator[Callable[[], Any]]:
-    """Every function with every dtype and every flag."""
-    for dtype, entropy, v in product(
-        (torch.bfloat16, torch.float16, torch.float32, torch.float64), (True, False), (8192, 33)
-    ):
-        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-        logits, labels = torch.zeros(2, v, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-        numbers = torch.zeros(5, 2, dtype=accumulate)
-        yield lambda x=logits, y=labels, s=numbers, e=entropy: log_prob.log_prob_stats(x, y, s[:4], 0.5, e)
-        yield lambda x=logits, y=labels, s=numbers, e=entropy: log_prob.log_prob_backward(x, y, s, 0.5, e, x)
-    for dtype in (torch.float32, torch.float64):
-        x, mask = torch.zeros(2, 2048, dtype=dtype), torch.ones(2, 2048, dtype=torch.bool)
-        yield lambda x=x, mask=mask: advantages.gae(x, x, mask, 0.9, 0.9)
-        yield lambda x=x, mask=mask: advantages.discounted_returns(x, mask, 0.9)
-        for mode in MODES:
-            policy = (0.2, 0.2, 3.0, mode, 2.0, 2.0)
-            yield lambda x=x, mask=mask, rest=policy: losses.policy_loss(x, x, x, mask, *rest)
-            yield lambda x=x, mask=mask, rest=policy[2:]: losses.value_loss(x, x, x, mask, *rest)
+    """Every function with every dtype and every flag; sizes of 1, which Triton makes constants, with one."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        x, mask = torch.zeros(4096, dtype=dtype), torch.ones(4096, dtype=torch.bool)
-        yield lambda x=x, mask=mask: masked.masked_moments(x, mask)
-        yield lambda x=x, mask=mask: masked.masked_normalize(x, mask, torch.zeros(3, dtype=torch.float64))
-        for kind in ("k1", "abs", "k2", "k3"):
-            yield lambda x=x, kind=kind: losses.kl(x, x, kind)
-            yield lambda x=x, kind=kind: losses.kl_backward(x, x, x, kind)
-    yield lambda: groups.group_moments(
-        torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64), 2
-    )
+        for v in (8192, 33):
+            yield from log_prob_calls(dtype, v)
+        yield from flat_calls(dtype, 3_000_000)
+    for dtype in (torch.float32, torch.float64):
+        yield from row_calls(dtype, 2, 2048)
+    yield from log_prob_calls(torch.float32, 1)
+    yield from flat_calls(torch.float32, 1)
+    yield from row_calls(torch.float32, 1, 1)
+    for n, n_groups in ((64, 16), (1, 1)):
+        scores, group = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.int64)
+        yield partial(groups.group_moments, scores, group, n_groups)
+
+
+def log_prob_calls(dtype: torch.dtype, v: int) -> Iterator[Callable[[], Any]]:
+    logits, labels = torch.zeros(2, v, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    numbers = torch.zeros(5, 2, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for entropy in (True, False):
+        yield partial(log_prob.log_prob_stats, logits, labels, numbers[:4], 0.5, entropy)
+        yield partial(log_prob.log_prob_backward, logits, labels, numbers, 0.5, entropy, logits)
+
+
+def row_calls(dtype: torch.dtype, n: int, n_steps: int) -> Iterator[Callable[[], Any]]:
+    x, mask = torch.zeros(n, n_steps, dtype=dtype), torch.ones(n, n_steps, dtype=torch.bool)
+    yield partial(advantages.gae, x, x, mask, 0.9, 0.9)
+    yield partial(advantages.discounted_returns, x, mask, 0.9)
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        yield partial(losses.policy_loss, x, x, x, mask, 0.2, 0.2, 3.0, mode, 2.0, 2.0)
+        yield partial(losses.value_loss, x, x, x, mask, 0.5, mode, 2.0, 2.0)
+
+
+def flat_calls(dtype: torch.dtype, n: int) -> Iterator[Callable[[], Any]]:
+    x, mask = torch.zeros(n, dtype=dtype), torch.ones(n, dtype=torch.bool)
+    yield partial(masked.masked_moments, x, mask)
+    yield partial(masked.masked_normalize, x, mask, torch.zeros(3, dtype=torch.float64))
+    for kind in ("k1", "abs", "k2", "k3"):
+        yield partial(losses.kl, x, x, kind)
+        yield partial(losses.kl_backward, x, x, x, kind)
 
 
 def launches() -> list[Launch]:
@@ -122,6 +134,6 @@ if __name__ == "__main__":
     targets = [int(argument) for argument in sys.argv[1 + brief :]] or [90]
     chosen = launches()
     if brief:
-        chosen = list({kernel.__name__: (kernel, values) for kernel, values in reversed(chosen)}.values())
+        chosen = list({launch[0].__name__: launch for launch in reversed(chosen)}.values())
     for launch, sm in product(chosen, targets):
         print(compile_launch(launch, sm), flush=True)

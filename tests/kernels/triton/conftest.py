@@ -4,38 +4,34 @@ The interpreter is chosen for a whole process before Triton is imported, so `tes
 another pytest for it. Tests therefore import the kernels inside, by the fixture `kernels`.
 """
 
-import inspect
 import os
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WITHOUT_GPU = "test_without_gpu.py"
 
-if INTERPRETED:
-    from triton.runtime import interpreter
 
-    # It lists the members of `triton.language` at each call of a function, which is most of its time.
-    interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": cache(inspect.getmembers)})
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a GPU only the tests that start interpreters are for this process."""
+    here = collection_path.parent == Path(__file__).parent and collection_path.name != WITHOUT_GPU
+    return True if here and not INTERPRETED and not torch.cuda.is_available() else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if not INTERPRETED and item.path.name != "test_without_gpu.py":
+    if not INTERPRETED and item.path.name != WITHOUT_GPU:
         item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture
 def device() -> torch.device:
     """Where the kernels run."""
-    if INTERPRETED:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU; test_without_gpu.py runs it in Triton's interpreter")
-    return torch.device("cuda")
+    return torch.device("cpu" if INTERPRETED else "cuda")
 
 
 @pytest.fixture

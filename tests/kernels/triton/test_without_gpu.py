@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 HERE = Path(__file__).parent
 
@@ -38,22 +37,16 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path):
 @pytest.mark.parametrize("sm", ["80", "90"])
 def test_every_kernel_compiles_with_every_type_and_flag(sm: str, tmp_path: Path):
     compiled = run(HERE / "compile_offline.py", sm, **compiler(tmp_path))
-    assert len(compiled.splitlines()) >= 80
+    assert len(compiled.splitlines()) > 90
     assert "fp64" in compiled
     assert "bf16" in compiled
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_interpreter_is_chosen_unless_it_is_too_late():
     choose = "import rolemesh.kernels.triton, os; print(os.environ['TRITON_INTERPRET'])"
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c"]
-    done = subprocess.run([*command, choose], env=kept, capture_output=True, text=True, timeout=100)
-    assert done.stdout.split() == ["1"], done.stderr
-    late = subprocess.run(
-        [*command, f"import triton; {choose}"], env=kept, capture_output=True, text=True, timeout=100
-    )
-    assert "set TRITON_INTERPRET=1 before Python starts" in late.stderr
+    late = f"import triton.language\ntry: {choose}\nexcept RuntimeError as error: print(error)"
+    assert "set TRITON_INTERPRET=1 before Python starts" in run("-c", late, TRITON_INTERPRET="")
+    assert run("-c", choose, TRITON_INTERPRET="").split() == ["1"]
 
 
 def compiler(cache: Path) -> dict[str, str]:
