@@ -15,8 +15,8 @@ static void bind_scans(nb::module_& module, Gae<T>* gae, DiscountedReturns<T>* d
                                                           Out2<T> returns, int threads) {
         check_shapes(rewards, mask, returns);
         nb::gil_scoped_release release;
-        discounted_returns(rewards.data(), mask.data(), rewards.shape(0), rewards.shape(1), gamma, returns.data(),
-                           threads);
+        discounted_returns(rewards.data(), mask.data(), rewards.shape(0), rewards.shape(1), gamma,
+                           returns.data(), threads);
     });
 }
 

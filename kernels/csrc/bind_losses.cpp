@@ -19,8 +19,8 @@ static void bind_kl(nb::module_& module, Kl<T>* kl, KlBackward<T>* kl_backward) 
         nb::gil_scoped_release release;
         kl(log_prob.data(), ref.data(), out.shape(0), which, out.data(), threads);
     });
-    module.def("kl_backward", [kl_backward](In1<T> grad, In1<T> log_prob, In1<T> ref, const std::string& kind, Out1<T> out,
-                                    int threads) {
+    module.def("kl_backward", [kl_backward](In1<T> grad, In1<T> log_prob, In1<T> ref, const std::string& kind,
+                                            Out1<T> out, int threads) {
         check_shapes(grad, log_prob, ref, out);
         const KlKind which = kl_kind(kind);
         nb::gil_scoped_release release;
@@ -30,25 +30,29 @@ static void bind_kl(nb::module_& module, Kl<T>* kl, KlBackward<T>* kl_backward) 
 
 template <typename T>
 static void bind_losses_of(nb::module_& module, PolicyLoss<T>* policy_loss, ValueLoss<T>* value_loss) {
-    module.def("policy_loss", [policy_loss](In2<T> old_log_prob, In2<T> log_prob, In2<T> advantages, In2<uint8_t> mask,
-                                            double clip_low, double clip_high, double dual_clip,
-                                            bool of_sequence_means, double loss_denominator, double token_denominator,
-                                            Out1<double> totals, Out2<T> grad, int threads) {
+    module.def("policy_loss", [policy_loss](In2<T> old_log_prob, In2<T> log_prob, In2<T> advantages,
+                                            In2<uint8_t> mask, double clip_low, double clip_high,
+                                            double dual_clip, bool of_sequence_means, double loss_denominator,
+                                            double token_denominator, Out1<double> totals, Out2<T> grad,
+                                            int threads) {
         check_shapes(old_log_prob, log_prob, advantages, mask, grad);
         if (totals.shape(0) != 4) throw nb::value_error("totals must hold 4 numbers");
         nb::gil_scoped_release release;
-        policy_loss(old_log_prob.data(), log_prob.data(), advantages.data(), mask.data(), mask.shape(0), mask.shape(1),
-                    clip_low, clip_high, dual_clip, {of_sequence_means, loss_denominator, token_denominator},
-                    totals.data(), grad.data(), threads);
+        policy_loss(old_log_prob.data(), log_prob.data(), advantages.data(), mask.data(), mask.shape(0),
+                    mask.shape(1), clip_low, clip_high, dual_clip,
+                    {of_sequence_means, loss_denominator, token_denominator}, totals.data(), grad.data(),
+                    threads);
     });
     module.def("value_loss", [value_loss](In2<T> values, In2<T> returns, In2<T> old_values, In2<uint8_t> mask,
                                           double clip, bool of_sequence_means, double loss_denominator,
-                                          double token_denominator, Out1<double> totals, Out2<T> grad, int threads) {
+                                          double token_denominator, Out1<double> totals, Out2<T> grad,
+                                          int threads) {
         check_shapes(values, returns, old_values, mask, grad);
         if (totals.shape(0) != 3) throw nb::value_error("totals must hold 3 numbers");
         nb::gil_scoped_release release;
-        value_loss(values.data(), returns.data(), old_values.data(), mask.data(), mask.shape(0), mask.shape(1), clip,
-                   {of_sequence_means, loss_denominator, token_denominator}, totals.data(), grad.data(), threads);
+        value_loss(values.data(), returns.data(), old_values.data(), mask.data(), mask.shape(0), mask.shape(1),
+                   clip, {of_sequence_means, loss_denominator, token_denominator}, totals.data(), grad.data(),
+                   threads);
     });
 }
 

@@ -1,5 +1,5 @@
-// Vectors of doubles, as wide as a register: advantages, statistics and losses are computed in double, as they
-// are bound by memory and not by arithmetic.
+// Vectors of doubles, as wide as a register: advantages, statistics and losses are computed in double, as
+// memory and not arithmetic decides their time.
 #pragma once
 
 #include "simd.h"
@@ -8,7 +8,7 @@ namespace rolemesh::ROLEMESH_ISA {
 
 constexpr int kLanes = Vector<double>::kLanes;
 constexpr int64_t kSmall = 1 << 15;  // elements below which one thread is quicker than waking the others
-constexpr int kChunks = 64;          // parts of a sum, merged in order: it does not depend on the number of threads
+constexpr int kChunks = 64;          // parts of a sum, merged in order: the number of threads changes nothing
 
 using Doubles = Vec<double>;
 typedef int64_t Longs __attribute__((vector_size(kVectorBytes)));  // a mask: -1 or 0 in each lane
@@ -28,7 +28,9 @@ static inline Doubles load_doubles(const float* data) {
     return __builtin_convertvector(vector, Doubles);
 }
 
-static inline void store_doubles(double* data, Doubles vector) { __builtin_memcpy(data, &vector, sizeof vector); }
+static inline void store_doubles(double* data, Doubles vector) {
+    __builtin_memcpy(data, &vector, sizeof vector);
+}
 
 static inline void store_doubles(float* data, Doubles vector) {
     const HalfFloats narrow = __builtin_convertvector(vector, HalfFloats);

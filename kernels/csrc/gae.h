@@ -70,14 +70,16 @@ static inline void from_tile(const float (&tile)[kTileColumns][kTileRows], float
 }
 
 // Three rounds of interleaving the first half of the rows with the second.
-static inline void to_tile(const uint8_t* const (&rows)[kTileRows], uint8_t (&tile)[kTileColumns][kTileRows]) {
+static inline void to_tile(const uint8_t* const (&rows)[kTileRows],
+                           uint8_t (&tile)[kTileColumns][kTileRows]) {
     Byte16 v[kTileRows], w[kTileRows];
     for (int i = 0; i < kTileRows; ++i) __builtin_memcpy(&v[i], rows[i], sizeof v[i]);
     for (int round = 0; round < 3; ++round) {
         for (int i = 0; i < 4; ++i) {
-            w[2 * i] = __builtin_shufflevector(v[i], v[i + 4], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 4], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
-                                                   30, 15, 31);
+            w[2 * i] = __builtin_shufflevector(v[i], v[i + 4],  //
+                                               0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 4],  //
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
         }
         for (int i = 0; i < kTileRows; ++i) v[i] = w[i];
     }
@@ -124,19 +126,20 @@ template <typename T, bool kValues>
 static void scan(const T* rewards, const T* values, const uint8_t* mask, int64_t first, int64_t rows,
                  int64_t steps, double gamma, double lam, T* advantages, T* returns) {
     constexpr int kVectors = kTileRows / kLanes;
-    const RowPointers<const T> reward_rows(rewards, first, rows, steps), value_rows(values, first, rows, steps);
+    const RowPointers<const T> reward_rows(rewards, first, rows, steps);
+    const RowPointers<const T> value_rows(kValues ? values : rewards, first, rows, steps);
     const RowPointers<const uint8_t> mask_rows(mask, first, rows, steps);
-    const RowPointers<T> advantage_rows(advantages, first, rows, steps), return_rows(returns, first, rows, steps);
+    const RowPointers<T> advantage_rows(advantages, first, rows, steps);
+    const RowPointers<T> return_rows(kValues ? returns : advantages, first, rows, steps);
     Tile<T> reward, value, out, sum;
     Tile<uint8_t> kept;
     Doubles running[kVectors] = {}, next_value[kVectors] = {};
     const double decay = gamma * lam;
     for (int64_t end = steps; end > 0; end -= kTileColumns) {
         const int64_t n = end < kTileColumns ? end : kTileColumns, j = end - n;
-        prefetch(reward_rows, j - 2 * kTileColumns);
-        prefetch(mask_rows, j - 2 * kTileColumns);
-        prefetch(advantage_rows, j - 2 * kTileColumns);
-        if constexpr (kValues) prefetch(value_rows, j - 2 * kTileColumns), prefetch(return_rows, j - 2 * kTileColumns);
+        const int64_t ahead = j - 2 * kTileColumns;
+        prefetch(reward_rows, ahead), prefetch(mask_rows, ahead), prefetch(advantage_rows, ahead);
+        if constexpr (kValues) prefetch(value_rows, ahead), prefetch(return_rows, ahead);
         reward.read(reward_rows, j, n);
         kept.read(mask_rows, j, n);
         if constexpr (kValues) value.read(value_rows, j, n);

@@ -11,7 +11,9 @@ static inline Doubles clamp(Doubles x, Doubles low, Doubles high) {
     return raised > high ? high : raised;
 }
 
-static inline Doubles clamp(Doubles x, double low, double high) { return clamp(x, broadcast(low), broadcast(high)); }
+static inline Doubles clamp(Doubles x, double low, double high) {
+    return clamp(x, broadcast(low), broadcast(high));
+}
 
 static inline Doubles ones(Longs mask) { return mask ? broadcast(1.0) : Doubles{}; }
 
@@ -43,10 +45,11 @@ static inline void map_triples(const T* a, const T* b, const T* g, int64_t n, T*
     const int64_t whole = n - n % kLanes, rest = n - whole;
     if (n < kSmall) threads = 1;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < whole; i += kLanes) store_doubles(out + i, map(load_doubles(a + i), load_doubles(b + i), load_doubles(g + i)));
+    for (int64_t i = 0; i < whole; i += kLanes)
+        store_doubles(out + i, map(load_doubles(a + i), load_doubles(b + i), load_doubles(g + i)));
     if (rest) {
-        const Doubles last = map(load_some(a + whole, rest), load_some(b + whole, rest), load_some(g + whole, rest));
-        store_some(out + whole, last, rest);
+        a += whole, b += whole, g += whole;
+        store_some(out + whole, map(load_some(a, rest), load_some(b, rest), load_some(g, rest)), rest);
     }
 }
 
@@ -59,7 +62,8 @@ static void kl_kind(const T* log_prob, const T* ref, int64_t n, T* out, int thre
     });
 }
 
-// grad times the derivative in log_prob; 0 where grad is 0, so that what a mask drops later stays dropped, NaN too.
+// grad times the derivative in log_prob; 0 where grad is 0, so that what a mask drops later stays dropped,
+// also NaN.
 template <KlKind kKind, typename T>
 static void kl_backward_kind(const T* grad, const T* log_prob, const T* ref, int64_t n, T* out, int threads) {
     map_triples(log_prob, ref, grad, n, out, threads, [](Doubles a, Doubles b, Doubles g) {
@@ -80,7 +84,8 @@ void kl(const T* log_prob, const T* ref, int64_t n, KlKind kind, T* out, int thr
 }
 
 template <typename T>
-void kl_backward(const T* grad, const T* log_prob, const T* ref, int64_t n, KlKind kind, T* out, int threads) {
+void kl_backward(const T* grad, const T* log_prob, const T* ref, int64_t n, KlKind kind, T* out,
+                 int threads) {
     switch (kind) {
         case KlKind::k1: return kl_backward_kind<KlKind::k1>(grad, log_prob, ref, n, out, threads);
         case KlKind::abs: return kl_backward_kind<KlKind::abs>(grad, log_prob, ref, n, out, threads);
@@ -89,9 +94,9 @@ void kl_backward(const T* grad, const T* log_prob, const T* ref, int64_t n, KlKi
     }
 }
 
-// Calls step(a, b, c, keep, totals) -> d loss / d input on vectors of each row. totals[0] is the loss, which with
-// the gradient is divided as `mean` says; the others are divided by its tokens. Rows go in chunks that do not
-// depend on the number of threads.
+// Calls step(a, b, c, keep, totals) -> d loss / d input on vectors of each row. totals[0] is the loss, which
+// with the gradient is divided as `mean` says; the others are divided by its tokens. Rows go in chunks that do
+// not depend on the number of threads.
 template <int kTotals, typename T, typename Step>
 static void loss_rows(const T* a, const T* b, const T* c, const uint8_t* mask, int64_t rows, int64_t columns,
                       const LossMean& mean, double* totals, T* grad, int threads, Step step) {
@@ -110,13 +115,13 @@ static void loss_rows(const T* a, const T* b, const T* c, const uint8_t* mask, i
             const double weight = 1.0 / divisor;
             Doubles row[kTotals] = {};
             int64_t k = start;
-            for (; k + kLanes <= end; k += kLanes)
-                store_doubles(grad + k, weight * step(load_doubles(a + k), load_doubles(b + k), load_doubles(c + k), load_mask(mask + k), row));
-            if (k < end) {
-                const int64_t n = end - k;
-                const Longs keep = load_mask_some(mask + k, n);
-                const Doubles slope = step(load_some(a + k, n), load_some(b + k, n), load_some(c + k, n), keep, row);
-                store_some(grad + k, weight * slope, n);
+            for (; k + kLanes <= end; k += kLanes) {
+                const Doubles x = load_doubles(a + k), y = load_doubles(b + k), z = load_doubles(c + k);
+                store_doubles(grad + k, weight * step(x, y, z, load_mask(mask + k), row));
+            }
+            if (const int64_t n = end - k) {
+                const Doubles x = load_some(a + k, n), y = load_some(b + k, n), z = load_some(c + k, n);
+                store_some(grad + k, weight * step(x, y, z, load_mask_some(mask + k, n), row), n);
             }
             chunks[chunk][0] += sum_of(row[0]) / divisor;
             for (int t = 1; t < kTotals; ++t) chunks[chunk][t] += sum_of(row[t]);
@@ -132,15 +137,16 @@ static void loss_rows(const T* a, const T* b, const T* c, const uint8_t* mask, i
 // totals[4]: loss, share of clipped tokens, share of those the dual clip bounds, k1 of KL(old || new).
 // Where two branches are equal the gradient is the mean of theirs, as torch has it.
 template <typename T>
-void policy_loss(const T* old_log_prob, const T* log_prob, const T* advantages, const uint8_t* mask, int64_t rows,
-                 int64_t columns, double clip_low, double clip_high, double dual_clip, const LossMean& mean,
-                 double* totals, T* grad, int threads) {
+void policy_loss(const T* old_log_prob, const T* log_prob, const T* advantages, const uint8_t* mask,
+                 int64_t rows, int64_t columns, double clip_low, double clip_high, double dual_clip,
+                 const LossMean& mean, double* totals, T* grad, int threads) {
     const double low = 1.0 - clip_low, high = 1.0 + clip_high;
     const auto step = [=](Doubles old, Doubles now, Doubles a, Longs keep, Doubles* row) {
         const Doubles difference = keep ? now - old : Doubles{}, advantage = keep ? a : Doubles{};
         const Doubles log_ratio = clamp(difference, -20.0, 20.0), ratio = exp_parts(log_ratio).value();
         const Doubles limited = clamp(ratio, low, high);
-        const Doubles unclipped = -advantage * ratio, clipped = -advantage * limited, bound = -advantage * dual_clip;
+        const Doubles unclipped = -advantage * ratio, clipped = -advantage * limited;
+        const Doubles bound = -advantage * dual_clip;
         const Doubles worse = unclipped > clipped ? unclipped : clipped;
         const Doubles clipped_slope = ratio == limited ? -advantage : Doubles{};
         Doubles slope = unclipped > clipped   ? -advantage
@@ -163,7 +169,8 @@ void value_loss(const T* values, const T* returns, const T* old_values, const ui
                 int64_t columns, double clip, const LossMean& mean, double* totals, T* grad, int threads) {
     const auto step = [=](Doubles value, Doubles target, Doubles old, Longs keep, Doubles* row) {
         const Doubles limited = clamp(value, old - clip, old + clip);
-        const Doubles error = keep ? value - target : Doubles{}, clipped = keep ? limited - target : Doubles{};
+        const Doubles error = keep ? value - target : Doubles{};
+        const Doubles clipped = keep ? limited - target : Doubles{};
         const Doubles square = error * error, clipped_square = clipped * clipped;
         const Doubles clipped_slope = value == limited ? clipped : Doubles{};
         row[0] += 0.5 * (square > clipped_square ? square : clipped_square);

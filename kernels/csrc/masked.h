@@ -52,8 +52,8 @@ static Moments block_moments(const T* values, const uint8_t* mask, int64_t n) {
     return block;
 }
 
-// out[3]: count, mean, sum of squared deviations from the mean. The cut into blocks and the order of merging do
-// not depend on the number of threads, so neither does the result.
+// out[3]: count, mean, sum of squared deviations from the mean. The cut into blocks and the order of merging
+// do not depend on the number of threads, so neither does the result.
 template <typename T>
 void masked_moments(const T* values, const uint8_t* mask, int64_t n, double* out, int threads) {
     constexpr int64_t kBlock = 4096;
@@ -80,10 +80,10 @@ void masked_normalize(const T* values, const uint8_t* mask, int64_t n, double sh
     const int64_t whole = n - n % kLanes;
     if (n < kSmall) threads = 1;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < whole; i += kLanes) store_doubles(out + i, map(load_doubles(values + i), load_mask(mask + i)));
-    if (whole < n)
-        store_some(out + whole, map(load_some(values + whole, n - whole), load_mask_some(mask + whole, n - whole)),
-                   n - whole);
+    for (int64_t i = 0; i < whole; i += kLanes)
+        store_doubles(out + i, map(load_doubles(values + i), load_mask(mask + i)));
+    if (const int64_t rest = n - whole)
+        store_some(out + whole, map(load_some(values + whole, rest), load_mask_some(mask + whole, rest)), rest);
 }
 
 }  // namespace rolemesh::ROLEMESH_ISA
