@@ -38,14 +38,15 @@ def test_moments_of_many_parts_and_of_nothing_kept(
     kernels: Kernels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     module = kernels("masked")
-    values, mask = masked_values(9_500, torch.float32, 1e6)
-    mask[3000:6000] = False  # parts that keep nothing
+    monkeypatch.setattr(module, "_BLOCK", 128)
+    values, mask = masked_values(1500, torch.float32, 1e6)
+    mask[300:900] = False  # parts that keep nothing
     kept = values[mask].double()
     truth = torch.stack([torch.tensor(float(len(kept))), kept.mean(), (kept - kept.mean()).square().sum()])
     for most in (1, 3, 1024):
         monkeypatch.setattr(module, "_MAX_PARTS", most)
         found = module.masked_moments(values.to(device), mask.to(device))
-        match(found.cpu(), truth, rtol=1e-11, atol=0)
+        match(found.cpu(), truth, rtol=1e-10, atol=0)  # a part's mean of 1e6 is rounded to 1e-10
         assert torch.equal(found, module.masked_moments(values.to(device), mask.to(device)))
     nothing = module.masked_moments(values.to(device), torch.zeros_like(mask, device=device))
     assert nothing.tolist() == [0, 0, 0]

@@ -42,10 +42,10 @@ def compare(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def batch(device: torch.device, n: int) -> list[Tensor]:
-    """n float tensors and a mask [4, 21]."""
+    """n float tensors and a mask [2, 21]."""
     generator = torch.Generator().manual_seed(n)
-    tensors = torch.randn(n, 4, 21, generator=generator).to(device)
-    return [*tensors, (torch.rand(4, 21, generator=generator) < 0.7).to(device)]
+    tensors = torch.randn(n, 2, 21, generator=generator).to(device)
+    return [*tensors, (torch.rand(2, 21, generator=generator) < 0.7).to(device)]
 
 
 def test_log_prob_and_entropy(compare: Callable[..., None], device: torch.device):
