@@ -26,14 +26,15 @@ static void check(const Matrix& logits, const Labels& labels, const Rows& number
         numbers.shape(0) != n_rows)
         throw nb::value_error("labels and numbers must have one column for each row of the logits");
     const auto wanted = logits.dtype == Dtype::f64 ? nb::dtype<double>() : nb::dtype<float>();
-    if (numbers.dtype() != wanted) throw nb::type_error("numbers must be float64 for float64 logits, else float32");
+    if (numbers.dtype() != wanted)
+        throw nb::type_error("numbers must be float64 for float64 logits, else float32");
 }
 
 void bind_log_prob(nb::module_& module, const Kernels& kernels) {
     module.def(
         "log_prob_stats",
-        [run = kernels.log_prob_stats](Logits logits, Labels labels, Rows stats, double inv_temperature, bool entropy,
-                                       int threads) {
+        [run = kernels.log_prob_stats](Logits logits, Labels labels, Rows stats, double inv_temperature,
+                                       bool entropy, int threads) {
             const Matrix x = matrix_of(logits);
             check(x, labels, stats, 4);
             nb::gil_scoped_release release;

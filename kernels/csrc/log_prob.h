@@ -1,7 +1,7 @@
-// Log-probability of a label and entropy of softmax(logits / T), in one pass over the logits, and their gradient.
+// Log-probability of a label and entropy of softmax(logits / T) in one pass over the logits; their gradient.
 //
-// The sum of exponentials is the online softmax of Milakov and Gimelshein (2018), with a reference m that may lag
-// behind the largest logit: it is raised, and the sums scaled, only when a block exceeds it by more than kLag.
+// The sum of exponentials is the online softmax of Milakov and Gimelshein (2018), with a reference m that may
+// lag behind the largest logit: only when a block exceeds it by more than kLag is it raised, the sums scaled.
 #pragma once
 
 #include "kernels.h"
@@ -11,6 +11,7 @@ namespace rolemesh::ROLEMESH_ISA {
 
 constexpr int64_t kBlock = 2048;      // columns whose sums stay in A; small enough for the first cache
 constexpr int64_t kSplit = 16384;     // columns below which a row is not shared by threads
+constexpr int kAhead = 2048;          // bytes between what is read and what is asked for
 constexpr int kParts = 64;            // shares of rows, at most
 constexpr double kLag = 8;            // exp(kLag) * kBlock is far from overflow and costs little precision
 constexpr double kLog2E = 0x1.71547652b82fep0, kLn2 = 0x1.62e42fefa39efp-1;
@@ -84,6 +85,9 @@ static inline A sum_block(const T* x, int64_t n, A m, A scale, double& sum, doub
     Vec<A> sums[4] = {}, weighteds[4] = {}, most[4], logits[4];
     for (auto& vector : most) vector = minus_infinity<A>() + Vec<A>{};
     for (int64_t j = 0; j < n; j += kChunk<A>) {
+        // The processor's own prefetching stops at the end of a page.
+        for (unsigned at = 0; at < kChunk<A> * sizeof(T); at += 64)
+            __builtin_prefetch((const void*)(uintptr_t(x + j) + kAhead + at));
         read_chunk<A>(x + j, logits);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
@@ -143,7 +147,8 @@ static inline double number(f16 x) {
 }
 
 template <bool entropy, typename T, typename A = typename Accumulator<T>::Type>
-static void stats_of_rows(Matrix logits, const int64_t* labels, A* stats, double inv_temperature, int threads) {
+static void stats_of_rows(Matrix logits, const int64_t* labels, A* stats, double inv_temperature,
+                          int threads) {
     const T* x = static_cast<const T*>(logits.data);
     const int64_t n = logits.rows, columns = logits.columns;
     const auto read = [=](int64_t i) {
@@ -153,7 +158,8 @@ static void stats_of_rows(Matrix logits, const int64_t* labels, A* stats, double
         stats[i] = sums.m;
         stats[n + i] = A(sums.sum);
         if (entropy) stats[2 * n + i] = A(sums.weighted);
-        if (labels[i] >= 0 && labels[i] < columns) stats[3 * n + i] += A(number(x[i * logits.stride + labels[i]]));
+        if (labels[i] >= 0 && labels[i] < columns)
+            stats[3 * n + i] += A(number(x[i * logits.stride + labels[i]]));
     };
     // With fewer rows than threads the threads share each row.
     const int64_t wanted = n > 0 && columns >= kSplit ? (threads < kParts ? threads : kParts) / n : 1;
@@ -187,18 +193,22 @@ template <bool entropy>
 static void stats_of(Matrix logits, const int64_t* labels, void* stats, double inv_temperature, int threads) {
     float* single = static_cast<float*>(stats);
     switch (logits.dtype) {
-        case Dtype::f32: return stats_of_rows<entropy, float>(logits, labels, single, inv_temperature, threads);
-        case Dtype::bf16: return stats_of_rows<entropy, bf16>(logits, labels, single, inv_temperature, threads);
-        case Dtype::f16: return stats_of_rows<entropy, f16>(logits, labels, single, inv_temperature, threads);
+        case Dtype::f32:
+            return stats_of_rows<entropy, float>(logits, labels, single, inv_temperature, threads);
+        case Dtype::bf16:
+            return stats_of_rows<entropy, bf16>(logits, labels, single, inv_temperature, threads);
+        case Dtype::f16:
+            return stats_of_rows<entropy, f16>(logits, labels, single, inv_temperature, threads);
         case Dtype::f64:
-            return stats_of_rows<entropy, double>(logits, labels, static_cast<double*>(stats), inv_temperature,
-                                                  threads);
+            return stats_of_rows<entropy, double>(logits, labels, static_cast<double*>(stats),
+                                                  inv_temperature, threads);
     }
 }
 
 void log_prob_stats(Matrix logits, const int64_t* labels, void* stats, double inv_temperature, bool entropy,
                     int threads) {
-    (entropy ? stats_of<true> : stats_of<false>)(logits, labels, stats, inv_temperature, threads);
+    const auto run = entropy ? stats_of<true> : stats_of<false>;
+    run(logits, labels, stats, inv_temperature, threads);
 }
 
 // One row's numbers: d/dx_j = p * (slope + curve * log2(p)), plus at_label at the label.
@@ -267,8 +277,8 @@ static void backward_of_rows(Matrix logits, const int64_t* labels, const A* numb
 }
 
 template <bool entropy>
-static void backward_of(Matrix logits, const int64_t* labels, const void* numbers, double inv_temperature, Matrix out,
-                        int threads) {
+static void backward_of(Matrix logits, const int64_t* labels, const void* numbers, double inv_temperature,
+                        Matrix out, int threads) {
     const float* single = static_cast<const float*>(numbers);
     switch (logits.dtype) {
         case Dtype::f32:
@@ -285,7 +295,8 @@ static void backward_of(Matrix logits, const int64_t* labels, const void* number
 
 void log_prob_backward(Matrix logits, const int64_t* labels, const void* numbers, double inv_temperature,
                        bool entropy, Matrix out, int threads) {
-    (entropy ? backward_of<true> : backward_of<false>)(logits, labels, numbers, inv_temperature, out, threads);
+    const auto run = entropy ? backward_of<true> : backward_of<false>;
+    run(logits, labels, numbers, inv_temperature, out, threads);
 }
 
 }  // namespace rolemesh::ROLEMESH_ISA

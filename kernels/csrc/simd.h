@@ -1,6 +1,7 @@
 // Vectors of the instruction set that this file is compiled for: 32 bytes with AVX2, else 16.
 //
-// `Vec<A>` holds numbers of type A, in which sums are formed; `read_two` and `write_two` turn memory's types into it.
+// `Vec<A>` holds numbers of type A, in which sums are formed; `read_two` and `write_two` turn memory's types
+// into it.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,8 @@ constexpr int kVectorBytes = 16;
 
 #define ROLEMESH_VECTOR(T, name) typedef T name __attribute__((vector_size(kVectorBytes)))
 
-// The constants of 2^y. y + kMagic is y rounded to a whole number n, with n + bias in its lowest bits: shifted left by
-// the mantissa's width those are the bits of the number 2^n.
+// The constants of 2^y. y + kMagic is y rounded to a whole number n, with n + bias in its lowest bits:
+// shifted left by the mantissa's width those are the bits of the number 2^n.
 template <typename A>
 struct Vector;
 
@@ -76,7 +77,9 @@ static inline Vec<float> max_or_second(Vec<float> a, Vec<float> b) { return _mm2
 static inline Vec<double> max_or_second(Vec<double> a, Vec<double> b) { return _mm256_max_pd(a, b); }
 
 // a * b + c, with one rounding where the processor can.
-static inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
 static inline Vec<double> multiply_add(Vec<double> a, Vec<double> b, Vec<double> c) {
     return _mm256_fmadd_pd(a, b, c);
 }
@@ -120,7 +123,8 @@ static inline auto max_of(V v) {
     return most;
 }
 
-// Memory's numbers come and go by two vectors. Which lane holds which number is each type's own; writing undoes it.
+// Memory's numbers come and go by two vectors. Which lane holds which number is each type's own; writing
+// undoes it.
 template <typename A>
 struct Two {
     Vec<A> first, second;
@@ -147,8 +151,8 @@ static inline Two<float> read_two(const bf16* x) {
     return {Vec<float>(pairs << 16), Vec<float>(pairs & 0xffff0000u)};
 }
 
-// The upper half is the number rounded to nearest, ties to even. A NaN stays one if it is quiet and its lower half
-// is 0: those that come from bf16 and those that operations make are.
+// The upper half is the number rounded to nearest, ties to even. A NaN stays one if it is quiet and its lower
+// half is 0: those that come from bf16 and those that operations make are.
 static inline Bits<float> round_up_half(Vec<float> v) {
     const Bits<float> bits = Bits<float>(v);
     return bits + 0x7fff + (bits >> 16 & 1);
@@ -172,11 +176,12 @@ static inline void write_two(f16* x, const Two<float>& two) {
     __builtin_memcpy(x, &halves, sizeof halves);
 }
 #else
-// From the lowest 16 bits. Exponent and mantissa go to their float32 place; 2^112 moves the bias, and subnormal
-// numbers come out right too.
+// From the lowest 16 bits. Exponent and mantissa go to their float32 place; 2^112 moves the bias, and
+// subnormal numbers come out right too.
 static inline Vec<float> from_f16(Bits<float> bits) {
     const Bits<float> magnitude = (bits & 0x7fff) << 13;
-    const Bits<float> finite = Bits<float>(Vec<float>(magnitude) * 0x1p112f), special = magnitude | 0x7f800000;
+    const Bits<float> finite = Bits<float>(Vec<float>(magnitude) * 0x1p112f);
+    const Bits<float> special = magnitude | 0x7f800000;
     return Vec<float>((magnitude >= 0x0f800000 ? special : finite) | (bits & 0x8000) << 16);
 }
 

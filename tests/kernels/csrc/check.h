@@ -1,5 +1,5 @@
-// What the tests of the C++ kernels share. Arrays are vectors of exactly the size an operation may touch, so that
-// AddressSanitizer sees a step beyond.
+// What the tests of the C++ kernels share. Arrays are vectors of exactly the size an operation may touch, so
+// that AddressSanitizer sees a step beyond.
 #pragma once
 
 #include <cmath>

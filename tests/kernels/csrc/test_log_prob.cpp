@@ -95,8 +95,8 @@ struct Case {
         return {array.bytes.data() + from * size_of(dtype), dtype, rows, width < 0 ? columns : width, stride};
     }
     void print(FILE* file) const {
-        std::fprintf(file, "dtype %d rows %ld columns %ld stride %ld 1/T %g entropy %d threads %d ", int(dtype),
-                     long(rows), long(columns), long(stride), inv_temperature, entropy, threads);
+        std::fprintf(file, "dtype %d rows %ld columns %ld stride %ld 1/T %g entropy %d threads %d ",
+                     int(dtype), long(rows), long(columns), long(stride), inv_temperature, entropy, threads);
     }
 };
 
@@ -131,20 +131,24 @@ static Truth truth_of(const Case& c, const Array& x, int64_t row) {
 static Array stats_of(const Kernels& kernels, const Case& c, Array& x, const std::vector<int64_t>& labels,
                       const std::vector<int64_t>& tiles) {
     Array stats(c.accumulator(), 4 * c.rows);
-    for (int64_t i = 0; i < c.rows; ++i) stats.set(i, -kInfinity), stats.set(2 * c.rows + i, c.entropy ? 0 : 77);
+    for (int64_t i = 0; i < c.rows; ++i) {
+        stats.set(i, -kInfinity);
+        stats.set(2 * c.rows + i, c.entropy ? 0 : 77);
+    }
     int64_t from = 0;
     for (int64_t width : tiles) {
         std::vector<int64_t> local(labels);
         for (int64_t& label : local)
             if (label >= 0) label -= from;
-        kernels.log_prob_stats(c.matrix(x, from, width), local.data(), stats.bytes.data(), c.inv_temperature, c.entropy,
-                               c.threads);
+        kernels.log_prob_stats(c.matrix(x, from, width), local.data(), stats.bytes.data(), c.inv_temperature,
+                               c.entropy, c.threads);
         from += width;
     }
     return stats;
 }
 
-static void check_stats(const Case& c, const Array& x, const std::vector<int64_t>& labels, const Array& stats) {
+static void check_stats(const Case& c, const Array& x, const std::vector<int64_t>& labels,
+    const Array& stats) {
     for (int64_t i = 0; i < c.rows; ++i) {
         const double m = stats.get(i), sum = stats.get(c.rows + i), weighted = stats.get(2 * c.rows + i);
         const Truth truth = truth_of(c, x, i);
@@ -165,8 +169,8 @@ static void check_stats(const Case& c, const Array& x, const std::vector<int64_t
             CHECK_CASE(near(log_sum, truth.log_sum, c.tolerance()), "row %ld: %g != %g", long(i), log_sum,
                        truth.log_sum);
             const double entropy = std::log(sum) - weighted / sum;
-            CHECK_CASE(!c.entropy || near(entropy, truth.entropy, c.tolerance()), "row %ld: entropy %g != %g", long(i),
-                       entropy, truth.entropy);
+            CHECK_CASE(!c.entropy || near(entropy, truth.entropy, c.tolerance()),
+                       "row %ld: entropy %g != %g", long(i), entropy, truth.entropy);
         }
     }
 }
@@ -179,7 +183,8 @@ static void check_backward(const Kernels& kernels, const Case& c, Array x, const
     const Array before = in_place ? x : other;
     for (int64_t i = 0; i < c.rows; ++i) {
         const Truth truth = truth_of(c, x, i);
-        const double row[5] = {truth.most, truth.log_sum, truth.entropy, 0.75 - double(i), c.entropy ? 0.5 : kNan};
+        const double row[5] = {truth.most, truth.log_sum, truth.entropy, 0.75 - double(i),
+            c.entropy ? 0.5 : kNan};
         for (int k = 0; k < 5; ++k) numbers.set(k * c.rows + i, row[k]);
     }
     Array& out = in_place ? x : other;
@@ -190,7 +195,8 @@ static void check_backward(const Kernels& kernels, const Case& c, Array x, const
         const double g = numbers.get(3 * c.rows + i), e = c.entropy ? numbers.get(4 * c.rows + i) : 0;
         const int64_t end = std::min(c.stride, c.extent() - i * c.stride);
         for (int64_t j = 0; j < c.columns; ++j) {
-            const double log_p = (logits.get(i * c.stride + j) - m) * c.inv_temperature - log_sum, p = std::exp(log_p);
+            const double log_p = (logits.get(i * c.stride + j) - m) * c.inv_temperature - log_sum;
+            const double p = std::exp(log_p);
             const double change = e != 0 && p != 0 ? e * p * (log_p + h) : 0;
             const double expected = (g * (double(j == labels[i]) - p) - change) * c.inv_temperature;
             // p has the relative error of an exponent that was rounded, the result that of its own type.
@@ -198,9 +204,10 @@ static void check_backward(const Kernels& kernels, const Case& c, Array x, const
             const double size = p * (std::abs(g) + std::abs(e) * (1 + std::abs(log_p) + std::abs(h)));
             const double error = p == 0 ? 0 : size * c.inv_temperature * unit * (4 + 2 * std::abs(log_p));
             const double smallest = std::ldexp(1.0, smallest_exponent(c.dtype) - mantissa_bits(c.dtype));
-            const double rounding = std::abs(expected) * std::ldexp(1.0, -mantissa_bits(c.dtype)) / 2 + smallest;
+            const double rounding = std::ldexp(std::abs(expected), -1 - mantissa_bits(c.dtype)) + smallest;
             CHECK_CASE(near(out.get(i * c.stride + j), expected, rounding + error + 1e-35),
-                       "row %ld column %ld: %.9g != %.9g", long(i), long(j), out.get(i * c.stride + j), expected);
+                       "row %ld column %ld: %.9g != %.9g", long(i), long(j),
+                       out.get(i * c.stride + j), expected);
         }
         const size_t size = size_of(c.dtype), from = (i * c.stride + c.columns) * size;
         const size_t length = (end - c.columns) * size;
@@ -245,7 +252,8 @@ static void check_case(const Kernels& kernels, const Case& c, Logits kind, std::
     check_stats(c, x, labels, stats);
     CHECK_CASE(stats_of(kernels, c, x, labels, {c.columns}).bytes == stats.bytes, "a second run differs");
     const int64_t cut = c.columns / 3;
-    check_stats(c, x, labels, stats_of(kernels, c, x, labels, {cut, 0, c.columns / 2 - cut, c.columns - c.columns / 2}));
+    const std::vector<int64_t> tiles = {cut, 0, c.columns / 2 - cut, c.columns - c.columns / 2};
+    check_stats(c, x, labels, stats_of(kernels, c, x, labels, tiles));
     check_backward(kernels, c, x, labels, false);
     check_backward(kernels, c, x, labels, true);
 }
@@ -258,11 +266,13 @@ static void check_every_half(const Kernels& kernels, Dtype dtype, std::mt19937& 
     for (int64_t i = 0; i < c.rows; ++i) Array::write(&x.bytes[2 * i], uint16_t(i));
     kernels.log_prob_stats(c.matrix(x), labels.data(), stats.bytes.data(), 1.0, false, 1);
     for (int64_t i = 0; i < c.rows; ++i)
-        CHECK(near(stats.get(3 * c.rows + i), x.get(i), 0), "%04lx was read as %g", long(i), stats.get(3 * c.rows + i));
+        CHECK(near(stats.get(3 * c.rows + i), x.get(i), 0), "%04lx was read as %g", long(i),
+            stats.get(3 * c.rows + i));
     for (int64_t i = 0; i < c.rows; ++i) {
         x.set(i, 0);
         uint32_t bits = random();
-        if (dtype == Dtype::f16 && i % 4) bits = (bits & 0x87ffffff) + (102u << 23) + (i % 4 - 1) * 0x08000000;
+        if (dtype == Dtype::f16 && i % 4)
+            bits = (bits & 0x87ffffff) + (102u << 23) + (i % 4 - 1) * 0x08000000;
         if (i % 8 == 5) bits &= ~0x1fffu;  // many of them ties
         if (i % 8 == 6) bits &= ~0x7fffu;
         Array::write(&numbers.bytes[4 * (3 * c.rows + i)], bits);

@@ -15,9 +15,11 @@ static double kl_of(KlKind kind, double x, double* slope) {
 }
 
 template <typename T>
-static void check_kl(Kl<T>* kl, KlBackward<T>* backward, KlKind kind, int64_t n, int threads, std::mt19937& random) {
+static void check_kl(Kl<T>* kl, KlBackward<T>* backward, KlKind kind, int64_t n, int threads,
+    std::mt19937& random) {
     const double tolerance = sizeof(T) == 8 ? 1e-12 : 1e-6;
-    const std::vector<T> now = normal<T>(n, random, 4.0), ref = normal<T>(n, random, 4.0), grad = normal<T>(n, random);
+    const std::vector<T> now = normal<T>(n, random, 4.0), ref = normal<T>(n, random, 4.0);
+    const std::vector<T> grad = normal<T>(n, random);
     std::vector<T> out(n, T(7)), slopes(n, T(7));
     kl(now.data(), ref.data(), n, kind, out.data(), threads);
     backward(grad.data(), now.data(), ref.data(), n, kind, slopes.data(), threads);
@@ -37,7 +39,8 @@ struct Terms {
 
 static Terms policy_terms(double old, double now, double advantage, double low, double high, double dual) {
     const double ratio = std::exp(now - old), limited = std::min(std::max(ratio, 1 - low), 1 + high);
-    const double unclipped = -advantage * ratio, clipped = -advantage * limited, worse = std::max(unclipped, clipped);
+    const double unclipped = -advantage * ratio, clipped = -advantage * limited;
+    const double worse = std::max(unclipped, clipped);
     const bool bounded = advantage < 0 && worse > -advantage * dual;
     Terms terms;
     terms.sums[0] = bounded ? -advantage * dual : worse;
@@ -61,12 +64,13 @@ static Terms value_terms(double value, double target, double old, double clip) {
 
 // run(a, b, c, mask, mean, totals, grad) against terms(a, b, c) of each kept element.
 template <typename T, typename Run, typename Terms_>
-static void check_loss(int n_totals, int64_t rows, int64_t columns, bool of_sequence_means, std::mt19937& random,
-                       Run run, Terms_ terms) {
+static void check_loss(int n_totals, int64_t rows, int64_t columns, bool of_sequence_means,
+                       std::mt19937& random, Run run, Terms_ terms) {
     const int64_t n = rows * columns;
     const double tolerance = sizeof(T) == 8 ? 1e-11 : 1e-6;
     const std::vector<uint8_t> mask = random_mask(n, random);
-    std::vector<T> a = normal<T>(n, random), b = normal<T>(n, random), c = normal<T>(n, random), grad(n, T(7));
+    std::vector<T> a = normal<T>(n, random), b = normal<T>(n, random), c = normal<T>(n, random),
+        grad(n, T(7));
     for (auto* array : {&a, &b, &c}) spoil_outside(*array, mask);
     const LossMean mean{of_sequence_means, 3.0, 5.0};
     std::vector<double> totals(n_totals, 7.0), expected(n_totals, 0.0);
@@ -83,17 +87,18 @@ static void check_loss(int n_totals, int64_t rows, int64_t columns, bool of_sequ
             const Terms term = terms(a[k], b[k], c[k]);
             for (int t = 0; t < n_totals; ++t) expected[t] += term.sums[t] / (t == 0 ? divisor : 5.0);
             const double slope = term.slope / divisor;
-            CHECK(near(grad[k], slope, tolerance * (1 + std::abs(slope))), "%g != %g", double(grad[k]), slope);
+            CHECK(near(grad[k], slope, tolerance * (1 + std::abs(slope))), "%g != %g", double(grad[k]),
+                slope);
         }
     }
     for (int t = 0; t < n_totals; ++t)
-        CHECK(near(totals[t], expected[t], 1e-10 * (1 + std::abs(expected[t]))), "total %d: %.17g != %.17g", t, totals[t],
-              expected[t]);
+        CHECK(near(totals[t], expected[t], 1e-10 * (1 + std::abs(expected[t]))), "total %d: %.17g != %.17g",
+              t, totals[t], expected[t]);
 }
 
 template <typename T>
-static void check_losses(PolicyLoss<T>* policy, ValueLoss<T>* value, int64_t rows, int64_t columns, bool means,
-                         int threads, std::mt19937& random) {
+static void check_losses(PolicyLoss<T>* policy, ValueLoss<T>* value, int64_t rows, int64_t columns,
+                         bool means, int threads, std::mt19937& random) {
     for (double dual : {3.0, kInfinity})
         check_loss<T>(
             4, rows, columns, means, random,
@@ -120,8 +125,10 @@ void test_losses(const Kernels& kernels) {
     for (int64_t rows : {0, 1, 3, 33})
         for (int64_t columns : {0, 1, 4, 7, 1001})
             for (bool means : {false, true}) {
-                check_losses<float>(kernels.policy_loss_f32, kernels.value_loss_f32, rows, columns, means, 2, random);
-                check_losses<double>(kernels.policy_loss_f64, kernels.value_loss_f64, rows, columns, means, 1, random);
+                check_losses<float>(kernels.policy_loss_f32, kernels.value_loss_f32, rows, columns, means, 2,
+                    random);
+                check_losses<double>(kernels.policy_loss_f64, kernels.value_loss_f64, rows, columns, means,
+                    1, random);
             }
 }
 

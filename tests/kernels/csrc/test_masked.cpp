@@ -24,7 +24,8 @@ static void check_masked(MaskedMoments<T>* moments, MaskedNormalize<T>* normaliz
     normalize(values.data(), mask.data(), n, 100.0, 0.5, 0.25, result.data(), threads);
     for (int64_t i = 0; i < n; ++i) {
         const double expected = mask[i] ? (values[i] - 100.0) * 0.5 + 0.25 : 0;
-        CHECK(near(result[i], expected, sizeof(T) == 8 ? 1e-13 : 1e-6), "%g != %g", double(result[i]), expected);
+        CHECK(near(result[i], expected, sizeof(T) == 8 ? 1e-13 : 1e-6), "%g != %g", double(result[i]),
+            expected);
     }
 }
 
@@ -33,9 +34,10 @@ void test_masked(const Kernels& kernels) {
     for (int64_t n : {0, 1, 3, 4, 5, 15, 16, 17, 1000, 4095, 4097, 70001})
         for (double share : {0.0, 0.6, 1.0})
             for (int threads : {1, 2, 3}) {
-                check_masked<float>(kernels.masked_moments_f32, kernels.masked_normalize_f32, n, share, threads, random);
-                check_masked<double>(kernels.masked_moments_f64, kernels.masked_normalize_f64, n, share, threads,
-                                     random);
+                check_masked<float>(kernels.masked_moments_f32, kernels.masked_normalize_f32, n, share,
+                    threads, random);
+                check_masked<double>(kernels.masked_moments_f64, kernels.masked_normalize_f64, n, share,
+                                     threads, random);
             }
 }
 
