@@ -23,6 +23,7 @@ def run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_the_kernels_are_right_in_the_interpreter():
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", HERE,
         f"--ignore={__file__}", TRITON_INTERPRET="1")  # fmt: skip
