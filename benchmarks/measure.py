@@ -1,5 +1,7 @@
 """Time and peak memory of calls: `from measure import medians, peak_bytes`."""
 
+import ctypes
+import gc
 import re
 import statistics
 import time
@@ -27,6 +29,8 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now
     Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks
     before = _status("VmRSS")
     result = call()

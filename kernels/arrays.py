@@ -1,4 +1,4 @@
-"""What the wrappers of the C++ forms share."""
+"""Types, masks and shapes as the operations want them."""
 
 import torch
 from torch import Tensor

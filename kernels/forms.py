@@ -100,4 +100,4 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
 
 def group_named(name: str | None) -> dist.ProcessGroup | None:
     """The process group of that name. Raises RuntimeError where this process has none."""
-    return None if name is None else dist.distributed_c10d._resolve_process_group(name)
+    return None if name is None else dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rolemesh.kernels.arrays import check_rows, mask_bytes, wide_dtype
 from rolemesh.kernels.forms import Kernel
+from rolemesh.kernels.library import torch_op
 
 
 def gae(
@@ -48,26 +49,26 @@ def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma
     return _discounted_returns(token_level_rewards.detach(), response_mask, gamma)
 
 
-@torch.library.custom_op("rolemesh::gae", mutates_args=())
+def _fake_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    result = values.new_empty(values.shape, dtype=wide_dtype(rewards, values))
+    return result, torch.empty_like(result)
+
+
+@torch_op(fake=_fake_gae)
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     dtype = wide_dtype(rewards, values)
     return _gae_kernel(rewards.to(dtype), values.to(dtype), mask.bool(), gamma, lam)
 
 
-@_gae.register_fake
-def _(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    result = values.new_empty(values.shape, dtype=wide_dtype(rewards, values))
-    return result, torch.empty_like(result)
+def _fake_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    return rewards.new_empty(rewards.shape, dtype=wide_dtype(rewards))
 
 
-@torch.library.custom_op("rolemesh::discounted_returns", mutates_args=())
+@torch_op(fake=_fake_returns)
 def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return _returns_kernel(rewards.to(wide_dtype(rewards)), mask.bool(), gamma)
-
-
-@_discounted_returns.register_fake
-def _(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    return rewards.new_empty(rewards.shape, dtype=wide_dtype(rewards))
 
 
 def gae_reference(

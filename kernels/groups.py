@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rolemesh.kernels.forms import Kernel
+from rolemesh.kernels.library import torch_op
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,13 @@ def _compare(scores: Tensor, group: Tensor, n_groups: int, first_row: int, n_row
     )
 
 
-@torch.library.custom_op("rolemesh::group_moments", mutates_args=())
+def _fake_moments(scores: Tensor, group: Tensor, n_groups: int) -> Tensor:
+    return scores.new_empty(3, n_groups)
+
+
+@torch_op(fake=_fake_moments)
 def _group_moments(scores: Tensor, group: Tensor, n_groups: int) -> Tensor:
     return _kernel(scores, group, n_groups)
-
-
-@_group_moments.register_fake
-def _(scores: Tensor, group: Tensor, n_groups: int) -> Tensor:
-    return scores.new_empty(3, n_groups)
 
 
 def group_moments_reference(scores: Tensor, group: Tensor, n_groups: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rolemesh.kernels.arrays import wide
 from rolemesh.kernels.forms import Kernel
+from rolemesh.kernels.library import torch_op
 
 # Every name of an estimate, and the one by which kernels know it.
 KL_KINDS: Mapping[str, str] = MappingProxyType(
@@ -43,15 +44,27 @@ def kl(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     return _kl(log_prob, ref_log_prob, value_kind, "k2" if kind.endswith("+") else value_kind)
 
 
-@torch.library.custom_op("rolemesh::kl", mutates_args=())
-def _kl(log_prob: Tensor, ref_log_prob: Tensor, kind: str, slope_kind: str) -> Tensor:
-    """The estimate `kind`, with the gradient of `slope_kind`."""
+def _flat(log_prob: Tensor, ref_log_prob: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
+    return log_prob.reshape(-1).to(dtype), ref_log_prob.reshape(-1).to(dtype)
+
+
+def _empty(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
+    return log_prob.new_empty(log_prob.shape, dtype=dtype)
+
+
+def _fake_slope(grad: Tensor, log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    return _empty(log_prob, ref_log_prob)
+
+
+@torch_op(fake=_fake_slope)
+def _kl_backward(grad: Tensor, log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     left, right = _flat(log_prob, ref_log_prob)
-    return _kl_kernel(left, right, kind).view(log_prob.shape)
+    return _backward_kernel(grad.reshape(-1).to(left.dtype), left, right, kind).view(log_prob.shape)
 
 
-@_kl.register_fake
-def _(log_prob: Tensor, ref_log_prob: Tensor, kind: str, slope_kind: str) -> Tensor:
+def _fake_kl(log_prob: Tensor, ref_log_prob: Tensor, kind: str, slope_kind: str) -> Tensor:
     return _empty(log_prob, ref_log_prob)
 
 
@@ -66,28 +79,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
     return slope.to(log_prob.dtype), -slope.to(ref_log_prob.dtype), None, None
 
 
-_kl.register_autograd(_backward, setup_context=_setup_context)
-
-
-@torch.library.custom_op("rolemesh::kl_backward", mutates_args=())
-def _kl_backward(grad: Tensor, log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+@torch_op(fake=_fake_kl, setup=_setup_context, backward=_backward)
+def _kl(log_prob: Tensor, ref_log_prob: Tensor, kind: str, slope_kind: str) -> Tensor:
+    """The estimate `kind`, with the gradient of `slope_kind`."""
     left, right = _flat(log_prob, ref_log_prob)
-    return _backward_kernel(grad.reshape(-1).to(left.dtype), left, right, kind).view(log_prob.shape)
-
-
-@_kl_backward.register_fake
-def _(grad: Tensor, log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    return _empty(log_prob, ref_log_prob)
-
-
-def _flat(log_prob: Tensor, ref_log_prob: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
-    return log_prob.reshape(-1).to(dtype), ref_log_prob.reshape(-1).to(dtype)
-
-
-def _empty(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
-    return log_prob.new_empty(log_prob.shape, dtype=dtype)
+    return _kl_kernel(left, right, kind).view(log_prob.shape)
 
 
 def kl_reference(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:

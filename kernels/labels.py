@@ -13,13 +13,19 @@ _met: dict[torch.device, Tensor] = {}
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
     """Raise ValueError for a label [n] outside of [0, vocab_size) on a CPU; note it on another device."""
-    outside = (labels < 0) | (labels >= vocab_size)
-    if labels.device.type == "cpu":
-        if outside.any():
-            bad = labels[outside]
-            raise ValueError(_message(len(bad), int(bad[0]), vocab_size))
-    elif len(labels):
-        _note(labels, outside, vocab_size)
+    if not len(labels):
+        return
+    if labels.device.type != "cpu":
+        _note(labels, _outside(labels, vocab_size), vocab_size)
+        return
+    low, high = labels.aminmax()
+    if low < 0 or high >= vocab_size:
+        bad = labels[_outside(labels, vocab_size)]
+        raise ValueError(_message(len(bad), int(bad[0]), vocab_size))
+
+
+def _outside(labels: Tensor, vocab_size: int) -> Tensor:
+    return (labels < 0) | (labels >= vocab_size)
 
 
 def raise_bad_labels(device: torch.device) -> None:

@@ -19,7 +19,8 @@ def torch_op(*, fake: Function, setup: Function | None = None, backward: Functio
 
     It must change no argument and return nothing that shares memory with one. The schema comes from its type
     annotations. `fake` gives outputs without values; `setup(ctx, inputs, output)` and `backward(ctx, *grads)`
-    make it differentiable, as for `torch.library.register_autograd`.
+    make it differentiable, as for `torch.library.register_autograd`. Without them a backward pass through it
+    raises RuntimeError.
     """
 
     def register(function: Function) -> Function:
@@ -27,8 +28,16 @@ def torch_op(*, fake: Function, setup: Function | None = None, backward: Functio
         _library.define(name + torch.library.infer_schema(function, mutates_args=()))
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"rolemesh::{name}", fake, lib=_library)
-        if backward is not None:
-            torch.library.register_autograd(f"rolemesh::{name}", backward, setup_context=setup, lib=_library)
+        torch.library.register_autograd(
+            f"rolemesh::{name}", backward or _refusal(name), setup_context=setup, lib=_library
+        )
         return getattr(torch.ops.rolemesh, name).default
 
     return register
+
+
+def _refusal(name: str) -> Function:
+    def backward(*_: Any) -> None:
+        raise RuntimeError(f"rolemesh::{name} is not differentiable, and neither is a gradient that it gave")
+
+    return backward

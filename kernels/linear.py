@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rolemesh.kernels.arrays import wide_dtype
 from rolemesh.kernels.forms import form_of, group_name, group_named, note_kernel
 from rolemesh.kernels.labels import check_labels
 from rolemesh.kernels.library import torch_op
 from rolemesh.kernels.log_prob import (
-    accumulation_dtype,
     backward_numbers,
     blank_bad_labels,
     checked_vocab_size,
@@ -136,7 +136,7 @@ def _linear_log_prob_and_entropy_backward(
     tiles = _Tiles.cut(len(hidden), v, hidden.device)
     buffer = hidden.new_empty(tiles.rows * tiles.columns)
     parts = [numbers[:, rows].contiguous() for rows in tiles.row_slices()]
-    dtype = accumulation_dtype(hidden)
+    dtype = wide_dtype(hidden)
     hidden_grad = hidden.new_zeros(hidden.shape if with_hidden else 0, dtype=dtype)
     weight_grad = weight.new_zeros(weight.shape if with_weight else 0)
     weight_sum = weight.new_empty((tiles.columns, weight.shape[1]) if with_weight else 0, dtype=dtype)

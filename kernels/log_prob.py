@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rolemesh.kernels.arrays import wide_dtype
 from rolemesh.kernels.forms import Kernel, form_of, group_name, group_named, note_kernel
 from rolemesh.kernels.labels import check_labels
 from rolemesh.kernels.library import torch_op
@@ -89,27 +90,26 @@ def shard_columns(width: int, group: dist.ProcessGroup | None, vocab_size: int) 
 
 def new_stats(n: int, like: Tensor) -> Tensor:
     """Stats [4, n] of rows of which nothing was seen, in the accumulation type for `like`."""
-    stats = like.new_zeros((4, n), dtype=accumulation_dtype(like))
+    stats = like.new_zeros((4, n), dtype=wide_dtype(like))
     stats[0] = -torch.inf
     return stats
-
-
-def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def finish(
     stats: Tensor, inv_temperature: float, entropy: bool, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log_prob [n], entropy [n] (empty without) and rows [2, n]: m and log s, from all ranks' stats."""
+    """log_prob [n], entropy [n] (empty without) and rows [2, n]: m and log s, from all ranks' `stats`.
+
+    `stats` are used up: what is returned may lie in their memory.
+    """
     if group is not None:
         stats = _merged(stats, inv_temperature, group)
-    m, s, t, label = stats
-    log_sum = s.log()
-    log_prob = ((label - m) * inv_temperature - log_sum).clamp_(max=0)
-    token_entropy = (log_sum - t / s).clamp_(min=0) if entropy else stats.new_empty(0)
-    return log_prob, token_entropy, torch.stack([m, log_sum])
+    m, s, t, label = stats.unbind()
+    exponent = t.div_(s) if entropy else t  # its mean
+    log_sum = s.log_()
+    log_prob = label.sub_(m).mul_(inv_temperature).sub_(log_sum).clamp_(max=0)
+    token_entropy = (log_sum - exponent).clamp_(min=0) if entropy else stats.new_empty(0)
+    return log_prob.clone(), token_entropy, stats[:2]
 
 
 def _merged(stats: Tensor, inv_temperature: float, group: dist.ProcessGroup) -> Tensor:
@@ -126,7 +126,7 @@ def _merged(stats: Tensor, inv_temperature: float, group: dist.ProcessGroup) -> 
 
 def fake_outputs(rows: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of log_prob, entropy and rows without values, for `rows` [n, ...]."""
-    n, dtype = rows.shape[0], accumulation_dtype(rows)
+    n, dtype = rows.shape[0], wide_dtype(rows)
     token_entropy = rows.new_empty(n if entropy else 0, dtype=dtype)
     return rows.new_empty(n, dtype=dtype), token_entropy, rows.new_empty((2, n), dtype=dtype)
 

@@ -8,6 +8,7 @@ Losses, their metrics and their gradients come from one pass over the inputs, in
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rolemesh.kernels.arrays import check_rows, mask_bytes, wide_dtype
 from rolemesh.kernels.forms import Kernel
+from rolemesh.kernels.library import torch_op
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
@@ -154,10 +156,48 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"unknown loss aggregation {mode!r}; there are {', '.join(LOSS_AGG_MODES)}")
 
 
+def _to_common_dtype(*tensors: Tensor) -> list[Tensor]:
+    dtype = wide_dtype(*tensors)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _empty_results(n_sums: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    first = tensors[0]
+    sums = first.new_empty(n_sums, dtype=torch.float64)
+    return sums, first.new_empty(first.shape, dtype=wide_dtype(*tensors))
+
+
 # Both operations return their sums, loss first, and d loss / d input. Backward multiplies the latter.
 
 
-@torch.library.custom_op("rolemesh::policy_loss", mutates_args=())
+def _saver(position: int) -> Callable[..., None]:
+    """Set-up of an operation that returns the gradient of its argument at `position`."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+        ctx.position, ctx.dtype, ctx.n_inputs = position, inputs[position].dtype, len(inputs)
+
+    return save
+
+
+def _backward(ctx: Any, to_sums: Tensor | None, to_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if to_grad is not None:
+        raise RuntimeError("the policy and value losses can be differentiated once only")
+    (grad,) = ctx.saved_tensors
+    result: list[Tensor | None] = [None] * ctx.n_inputs
+    if to_sums is not None:
+        result[ctx.position] = (to_sums[0] * grad).to(ctx.dtype)
+    return tuple(result)
+
+
+def _fake_policy(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(4, old_log_prob, log_prob, advantages)
+
+
+@torch_op(fake=_fake_policy, setup=_saver(1), backward=_backward)
 def _policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -175,12 +215,11 @@ def _policy_loss(
     return _policy_kernel(*tensors, mask.bool(), *numbers)
 
 
-@_policy_loss.register_fake
-def _(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_results(4, old_log_prob, log_prob, advantages)
+def _fake_value(values: Tensor, returns: Tensor, old_values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_results(3, values, returns, old_values)
 
 
-@torch.library.custom_op("rolemesh::value_loss", mutates_args=())
+@torch_op(fake=_fake_value, setup=_saver(0), backward=_backward)
 def _value_loss(
     values: Tensor,
     returns: Tensor,
@@ -193,46 +232,6 @@ def _value_loss(
 ) -> tuple[Tensor, Tensor]:
     tensors = _to_common_dtype(values, returns, old_values)
     return _value_kernel(*tensors, mask.bool(), value_clip, mode, loss_denominator, token_denominator)
-
-
-@_value_loss.register_fake
-def _(values: Tensor, returns: Tensor, old_values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_results(3, values, returns, old_values)
-
-
-def _to_common_dtype(*tensors: Tensor) -> list[Tensor]:
-    dtype = wide_dtype(*tensors)
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-def _empty_results(n_sums: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    first = tensors[0]
-    sums = first.new_empty(n_sums, dtype=torch.float64)
-    return sums, first.new_empty(first.shape, dtype=wide_dtype(*tensors))
-
-
-def _register_backward(op: Any, position: int) -> None:
-    """Backward of an operation whose argument at `position` has the gradient that it returns."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
-        ctx.dtype, ctx.n_inputs = inputs[position].dtype, len(inputs)
-
-    def backward(ctx: Any, to_sums: Tensor | None, to_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if to_grad is not None:
-            raise RuntimeError("the policy and value losses can be differentiated once only")
-        (grad,) = ctx.saved_tensors
-        result: list[Tensor | None] = [None] * ctx.n_inputs
-        if to_sums is not None:
-            result[position] = (to_sums[0] * grad).to(ctx.dtype)
-        return tuple(result)
-
-    op.register_autograd(backward, setup_context=save)
-
-
-_register_backward(_policy_loss, 1)
-_register_backward(_value_loss, 0)
 
 
 def policy_loss_reference(

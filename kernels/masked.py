@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rolemesh.kernels.arrays import mask_bytes, wide
 from rolemesh.kernels.forms import Kernel, group_name, group_named
+from rolemesh.kernels.library import torch_op
 
 
 def masked_sum(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -96,7 +97,15 @@ def _check(values: Tensor, mask: Tensor) -> None:
         raise ValueError(f"values are {[*values.shape]}, the mask is {[*mask.shape]}")
 
 
-@torch.library.custom_op("rolemesh::all_gather", mutates_args=())
+def _floating(values: Tensor) -> Tensor:
+    return values if values.is_floating_point() else values.double()
+
+
+def _fake_gather(numbers: Tensor, group_name: str) -> Tensor:
+    return numbers.new_empty(dist.get_world_size(group_named(group_name)), *numbers.shape)
+
+
+@torch_op(fake=_fake_gather)
 def _all_gather(numbers: Tensor, group_name: str) -> Tensor:
     """[world, *numbers.shape]: every rank's numbers."""
     group = group_named(group_name)
@@ -105,18 +114,7 @@ def _all_gather(numbers: Tensor, group_name: str) -> Tensor:
     return parts
 
 
-@_all_gather.register_fake
-def _(numbers: Tensor, group_name: str) -> Tensor:
-    return numbers.new_empty(dist.get_world_size(group_named(group_name)), *numbers.shape)
-
-
-@torch.library.custom_op("rolemesh::masked_moments", mutates_args=())
-def _masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    return _moments_kernel(_floating(values).reshape(-1), mask.reshape(-1))
-
-
-@_masked_moments.register_fake
-def _(values: Tensor, mask: Tensor) -> Tensor:
+def _fake_moments(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_empty(3, dtype=torch.float64)
 
 
@@ -132,17 +130,12 @@ def _moments_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return _masked_normalize(values, mask, numbers), None
 
 
-_masked_moments.register_autograd(_moments_backward, setup_context=_save_moments)
+@torch_op(fake=_fake_moments, setup=_save_moments, backward=_moments_backward)
+def _masked_moments(values: Tensor, mask: Tensor) -> Tensor:
+    return _moments_kernel(_floating(values).reshape(-1), mask.reshape(-1))
 
 
-@torch.library.custom_op("rolemesh::masked_normalize", mutates_args=())
-def _masked_normalize(values: Tensor, mask: Tensor, numbers: Tensor) -> Tensor:
-    """(values - numbers[0]) * numbers[1] + numbers[2] where `mask`, else 0."""
-    return _normalize_kernel(_floating(values).reshape(-1), mask.reshape(-1), numbers).view(values.shape)
-
-
-@_masked_normalize.register_fake
-def _(values: Tensor, mask: Tensor, numbers: Tensor) -> Tensor:
+def _fake_normalize(values: Tensor, mask: Tensor, numbers: Tensor) -> Tensor:
     return values.new_empty(values.shape, dtype=_floating(values).dtype)
 
 
@@ -161,11 +154,10 @@ def _normalize_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | 
     return to_values, None, torch.stack([-scale * total, moment, total])
 
 
-_masked_normalize.register_autograd(_normalize_backward, setup_context=_save_normalize)
-
-
-def _floating(values: Tensor) -> Tensor:
-    return values if values.is_floating_point() else values.double()
+@torch_op(fake=_fake_normalize, setup=_save_normalize, backward=_normalize_backward)
+def _masked_normalize(values: Tensor, mask: Tensor, numbers: Tensor) -> Tensor:
+    """(values - numbers[0]) * numbers[1] + numbers[2] where `mask`, else 0."""
+    return _normalize_kernel(_floating(values).reshape(-1), mask.reshape(-1), numbers).view(values.shape)
 
 
 def masked_moments_reference(values: Tensor, mask: Tensor) -> Tensor:
