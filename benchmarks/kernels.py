@@ -69,12 +69,14 @@ def limit(tensor: Tensor) -> Callable[[], object]:
 def log_prob_cases(n: int, v: int, dtype: torch.dtype, device: str) -> list[Case]:
     logits = (torch.randn(n, v, device=device) * 3).to(dtype)
     labels = torch.randint(v, (n,), device=device)
-    leaf = logits.clone().requires_grad_()
+    leaf, spent = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     weights = torch.randn(2, n, device=device)
 
-    def backward(form: Callable[..., tuple[Tensor, Tensor | None]], **keywords: bool) -> Callable[[], object]:
+    def backward(
+        form: Callable[..., tuple[Tensor, Tensor | None]], leaf: Tensor = leaf, **keywords: bool
+    ) -> Callable[[], object]:
         def call() -> object:
-            log_prob, entropy = form(leaf * 1 if keywords else leaf, labels, **keywords)
+            log_prob, entropy = form(leaf, labels, **keywords)
             return torch.autograd.grad((log_prob * weights[0]).sum() + (entropy * weights[1]).sum(), leaf)
 
         return call
@@ -109,9 +111,8 @@ def log_prob_cases(n: int, v: int, dtype: torch.dtype, device: str) -> list[Case
             f"log_prob_and_entropy forward + backward, {shape}",
             {
                 "kernel": backward(log_prob_and_entropy),
-                "kernel, in place (and a copy of the logits)": backward(
-                    log_prob_and_entropy, inplace_backward=True
-                ),
+                # What it overwrites from the second call on is a gradient: as many numbers, all finite.
+                "kernel, gradient in place": backward(log_prob_and_entropy, spent, inplace_backward=True),
                 "log_softmax + gather + entropy": backward(log_softmax_form),
                 "logsumexp + gather + softmax entropy": backward(usual_form),
                 "torch.compile": backward(compiled),

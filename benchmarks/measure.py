@@ -12,12 +12,14 @@ import torch
 
 
 def medians(calls: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu") -> dict[str, float]:
-    """Median seconds of each call. They take turns: a busy moment meets all of them."""
+    """Median seconds of each call. They take turns: a busy moment meets all of them.
+
+    Each turn begins with a call that is not timed, so that none pays for memory that another gave back.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
     for _ in range(repeats):
         for name, call in calls.items():
+            call()
             times[name].append(_seconds(call, device))
     return {name: statistics.median(taken) for name, taken in times.items()}
 
