@@ -84,11 +84,33 @@ def note_kernel(name: str, form: str) -> None:
 
 @contextmanager
 def record_kernels() -> Iterator[set[str]]:
-    """Collect `name/form` of every kernel that this thread calls inside, forward passes and backward ones."""
+    """Collect `name/form` of every kernel that this thread calls inside, forward passes and backward ones.
+
+    Backward passes count here also where autograd runs them on a thread of its own, as it does for a GPU.
+    """
     names: set[str] = set()
+    with _recording(names):
+        yield names
+
+
+def current_record() -> set[str] | None:
+    """What the innermost `record_kernels` of this thread has collected; None outside of one."""
+    return _recorded.get()
+
+
+@contextmanager
+def continued_record(names: set[str] | None) -> Iterator[None]:
+    """Where this thread has no record, add to `names`: the one that a forward pass on another thread had."""
+    own = _recorded.get()
+    with _recording(names if own is None else own):
+        yield
+
+
+@contextmanager
+def _recording(names: set[str] | None) -> Iterator[None]:
     token = _recorded.set(names)
     try:
-        yield names
+        yield
     finally:
         _recorded.reset(token)
 

@@ -15,6 +15,7 @@ from rolemesh.kernels.library import torch_op
 from rolemesh.kernels.log_prob import (
     backward_numbers,
     blank_bad_labels,
+    check_types,
     checked_vocab_size,
     fake_outputs,
     finish,
@@ -65,6 +66,7 @@ def linear_log_prob_and_entropy(
     if not fit or labels.shape != hidden.shape[:1]:
         shapes = [[*hidden.shape], [*weight.shape], [*labels.shape]]
         raise ValueError("want hidden [n, h], weight [v, h], labels [n], got {}, {}, {}".format(*shapes))
+    check_types(hidden, labels)
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight is {weight.dtype}: both must be of one type")
     vocab_size = checked_vocab_size(weight.shape[0], group, vocab_size, temperature)

@@ -5,6 +5,7 @@ Gimelshein 2018): a reference m near the largest logit, s = sum exp((x - m) / T)
 exponent, and the label's logit. m and the label's logit are raw, so that x - m is exact also at 1e4.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rolemesh.kernels.arrays import wide_dtype
-from rolemesh.kernels.forms import Kernel, form_of, group_name, group_named, note_kernel
+from rolemesh.kernels.forms import (
+    Kernel,
+    continued_record,
+    current_record,
+    form_of,
+    group_name,
+    group_named,
+    note_kernel,
+)
 from rolemesh.kernels.labels import check_labels
 from rolemesh.kernels.library import torch_op
 
@@ -41,7 +50,7 @@ def log_prob_and_entropy(
         logits: [n, v] of any float type and strides. With `group` this rank's shard of the vocabulary:
             columns `rank * v` to `(rank + 1) * v`, the same width on every rank.
         labels: [n] int64, ids in the whole vocabulary, the same on every rank.
-        temperature: above 0.
+        temperature: above 0, finite.
         entropy: False skips the entropy and returns None for it.
         group: tensor-parallel ranks, all of which call: one collective for four numbers per row. Each must
             backpropagate the same gradient, as ranks do that go on to compute the same loss.
@@ -54,12 +63,13 @@ def log_prob_and_entropy(
         on every rank of `group`.
 
     Raises:
-        ValueError: shapes do not fit, a temperature that is not above 0, `inplace_backward` under
-            torch.compile or for logits whose rows overlap, or a label outside of the vocabulary (on a GPU the
-            log-probability is NaN instead, and `raise_bad_labels` tells).
+        ValueError: shapes, types or devices do not fit, a temperature that is not above 0 or not finite,
+            `inplace_backward` under torch.compile or for logits whose rows overlap, or a label outside of
+            the vocabulary (on a GPU the log-probability is NaN instead, and `raise_bad_labels` tells).
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"want logits [n, v] and labels [n], got {[*logits.shape]} and {[*labels.shape]}")
+    check_types(logits, labels)
     vocab_size = checked_vocab_size(logits.shape[1], group, vocab_size, temperature)
     arguments = (logits, labels, temperature, entropy, group_name(group), vocab_size)
     if inplace_backward and not torch.compiler.is_compiling():
@@ -69,12 +79,18 @@ def log_prob_and_entropy(
     return log_prob, token_entropy if entropy else None
 
 
+def check_types(rows: Tensor, labels: Tensor) -> None:
+    """ValueError unless `rows`, logits or hidden states, are of a float type and `labels` are int64."""
+    if not rows.is_floating_point() or labels.dtype != torch.int64:
+        raise ValueError(f"want a float type and int64 labels, got {rows.dtype} and {labels.dtype}")
+
+
 def checked_vocab_size(
     width: int, group: dist.ProcessGroup | None, vocab_size: int | None, temperature: float
 ) -> int:
     """The vocabulary that counts, of `width` columns on each rank. ValueError for one that does not fit."""
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}, must be above 0")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}, must be above 0 and finite")
     world = 1 if group is None else group.size()
     vocab_size = width * world if vocab_size is None else vocab_size
     if not 0 < vocab_size <= width * world:
@@ -260,7 +276,7 @@ class _InPlace(torch.autograd.Function):
             )
         output = _log_prob_and_entropy(logits, labels, *settings)
         ctx.save_for_backward(logits, labels, *output[1:])
-        ctx.settings, ctx.spent = settings, False
+        ctx.settings, ctx.spent, ctx.record = settings, False, current_record()
         ctx.set_materialize_grads(False)
         return output[0], output[1]
 
@@ -275,9 +291,10 @@ class _InPlace(torch.autograd.Function):
         with_entropy = entropy and entropy_grad is not None
         numbers = backward_numbers(rows, token_entropy, log_prob_grad, entropy_grad if with_entropy else None)
         grad = logits.detach()
-        _write_gradient(
-            grad, labels, numbers, temperature, with_entropy, group_named(group), vocab_size, grad
-        )
+        with continued_record(ctx.record):
+            _write_gradient(
+                grad, labels, numbers, temperature, with_entropy, group_named(group), vocab_size, grad
+            )
         torch.autograd.graph.increment_version(logits)  # whoever else saved the logits is told, not misled
         return grad, None, None, None, None, None
 

@@ -93,7 +93,7 @@ def policy_loss(
     Raises:
         ValueError: shapes differ, `dual_clip` is not above 1, or the mode is unknown.
     """
-    if dual_clip is not None and dual_clip <= 1:
+    if dual_clip is not None and not dual_clip > 1:
         raise ValueError(
             f"dual_clip is {dual_clip}, must be above 1 (verl's default is 3.0), or None for none"
         )

@@ -1,7 +1,9 @@
+from threading import Thread
+
 import pytest
 import torch
 
-from rolemesh.kernels import gae
+from rolemesh.kernels import gae, log_prob_and_entropy
 from rolemesh.kernels.forms import form_of, record_kernels
 
 CPU = torch.device("cpu")
@@ -40,3 +42,25 @@ def test_records_nest_and_end():
     with record_kernels() as outer:
         assert call()
     assert outer == set()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_backward_pass_on_a_thread_of_autograd_is_recorded(inplace: bool):
+    """A GPU's backward pass runs on such a thread."""
+    logits, labels = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 4])
+    with record_kernels() as names:
+        log_prob, _ = log_prob_and_entropy(logits * 1, labels, inplace_backward=inplace)
+        thread = Thread(target=log_prob.sum().backward)
+        thread.start()
+        thread.join()
+    assert f"log_prob_backward/{form_of(CPU)}" in names
+
+
+def test_a_backward_pass_inside_of_another_record_belongs_to_it():
+    logits, labels = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 4])
+    with record_kernels() as forward:
+        log_prob, _ = log_prob_and_entropy(logits, labels)
+    with record_kernels() as backward:
+        log_prob.sum().backward()
+    assert backward == {f"log_prob_backward/{form_of(CPU)}"}
+    assert not forward & backward

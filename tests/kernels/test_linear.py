@@ -179,6 +179,10 @@ def test_arguments_that_do_not_fit_are_named():
         linear_log_prob_and_entropy(hidden, weight[:, :1], labels)
     with pytest.raises(ValueError, match=r"float32, weight is torch.bfloat16"):
         linear_log_prob_and_entropy(hidden, weight.bfloat16(), labels)
+    with pytest.raises(ValueError, match=r"got torch\.float32 and torch\.int32"):
+        linear_log_prob_and_entropy(hidden, weight, labels.int())
+    with pytest.raises(ValueError, match="on one device, not on cpu, meta"):
+        linear_log_prob_and_entropy(hidden, weight, labels.to("meta"))
     with pytest.raises(ValueError, match=r"such as 5, lie outside of the vocabulary \[0, 5\)"):
         linear_log_prob_and_entropy(hidden, weight, labels.fill_(5))
 
@@ -210,3 +214,25 @@ def test_vocabulary_shards_equal_the_whole(world: int, width: int, vocab_size: i
             match(output, right, rtol=1e-5, atol=1e-4)
         assert all(torch.equal(a, b) for a, b in zip(rank[:3], ranks[0][:3], strict=True))
     match(torch.cat([rank[3] for rank in ranks]), weight_grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.full
+def test_a_process_group_goes_through_the_compiler():
+    hidden, weight, labels = case(6, 10, 3)
+
+    def on_rank(rank: int, world: int) -> list[tuple[Tensor, ...]]:
+        mine = hidden.detach().clone().requires_grad_()
+        shard = weight.detach()[rank * 5 : rank * 5 + 5].clone().requires_grad_()
+
+        def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            log_prob, entropy = linear_log_prob_and_entropy(
+                hidden * 2, weight, labels % 9, group=torch.distributed.group.WORLD, vocab_size=9
+            )
+            return (log_prob * 2 + entropy).sum()
+
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        return [torch.autograd.grad(call(mine, shard, labels), (mine, shard)) for call in (compiled, loss)]
+
+    for compiled, eager in run_ranks(on_rank, 2):
+        for got, right in zip(compiled, eager, strict=True):
+            match(got, right, rtol=1e-5, atol=1e-6)

@@ -240,10 +240,26 @@ def test_a_label_outside_of_the_vocabulary_is_an_error(label: int):
 def test_arguments_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"\[2, 3, 8\]"):
         log_prob_and_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="temperature is 0"):
-        log_prob_and_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), temperature=0)
+    for temperature in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"temperature is {temperature}"):
+            log_prob_and_entropy(
+                torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), temperature=temperature
+            )
     with pytest.raises(ValueError, match="vocab_size is 9"):
         log_prob_and_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), vocab_size=9)
+
+
+@pytest.mark.usefixtures("form")
+def test_types_and_devices_that_do_not_fit_are_named():
+    logits, labels = case(2, 8)
+    for wrong in (torch.int32, torch.float32):
+        with pytest.raises(ValueError, match=f"int64 labels, got torch.float32 and {wrong}"):
+            log_prob_and_entropy(logits, labels.to(wrong))
+    with pytest.raises(ValueError, match=r"a float type and int64 labels, got torch\.int64"):
+        log_prob_and_entropy(logits.long(), labels)
+    for pair in ((logits, labels.to("meta")), (logits.to("meta"), labels)):
+        with pytest.raises(ValueError, match="on one device, not on cpu, meta"):
+            log_prob_and_entropy(*pair)
 
 
 @pytest.mark.full
@@ -289,3 +305,25 @@ def test_a_zero_row_call_takes_part():
         )[0]
 
     assert [len(output) for output in run_ranks(on_rank, 2)] == [0, 0]
+
+
+@pytest.mark.full
+def test_a_process_group_goes_through_the_compiler():
+    logits, labels = case(6, 10)
+
+    def on_rank(rank: int, world: int) -> list[Tensor]:
+        shard = logits[:, rank * 5 : rank * 5 + 5].clone().requires_grad_()
+
+        def loss(shard: Tensor, labels: Tensor) -> Tensor:
+            log_prob, entropy = log_prob_and_entropy(
+                shard * 2, labels % 9, group=torch.distributed.group.WORLD, vocab_size=9
+            )
+            return (log_prob * 2 + entropy).sum()
+
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        meta = log_prob_and_entropy(shard.to("meta"), labels.to("meta"), group=torch.distributed.group.WORLD)
+        assert [output.is_meta for output in meta] == [True, True]
+        return [torch.autograd.grad(call(shard, labels), shard)[0] for call in (compiled, loss)]
+
+    for got, right in run_ranks(on_rank, 2):
+        match(got, right, rtol=1e-6, atol=1e-6)
