@@ -43,7 +43,8 @@ def raise_bad_labels(device: torch.device) -> None:
 
 def _note(labels: Tensor, outside: Tensor, vocab_size: int) -> None:
     count = outside.sum()
-    now = torch.stack([count, labels[outside.byte().argmax()], torch.full_like(count, vocab_size)])
+    one = labels.gather(0, outside.byte().argmax(dim=0, keepdim=True))[0]  # an index in [] is read at once
+    now = torch.stack([count, one, torch.full_like(count, vocab_size)])
     before = _met.setdefault(_indexed(labels.device), torch.zeros_like(now))
     now = torch.where(count > 0, now, before)
     now[0] = before[0] + count

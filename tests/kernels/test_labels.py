@@ -40,6 +40,13 @@ def test_good_labels_raise_nothing():
     raise_bad_labels(CPU)
 
 
+def test_noting_labels_waits_for_nothing():
+    """A meta tensor has no values: to look at one, as waiting for a GPU does, is an error."""
+    labels = torch.zeros(5, dtype=torch.int64, device="meta")
+    check_labels(labels, 7)
+    check_labels(labels, 7)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_log_prob_is_nan_and_the_look_raises():
     from rolemesh.kernels import log_prob_and_entropy

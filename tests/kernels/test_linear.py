@@ -55,7 +55,7 @@ def test_values_and_gradients_equal_float64(temperature: float, entropy: bool):
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize(("n", "v"), [(0, 11), (1, 1), (4097, 1000), (3, 32001)])
+@pytest.mark.parametrize(("n", "v"), [(0, 11), (1, 1), (4097, 1000), (3, 32001), (2, 151936)])
 def test_any_size(n: int, v: int):
     hidden, weight, labels = case(n, v, 8)
     outputs = linear_log_prob_and_entropy(hidden, weight, labels)
@@ -64,6 +64,35 @@ def test_any_size(n: int, v: int):
         results(outputs, hidden, weight), truth(hidden, weight, labels, 1.0, True), strict=True
     ):
         match(output, right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("form", "small_tiles")
+def test_inputs_of_any_strides_give_the_same():
+    hidden, weight, labels = case(50, 301, 24)
+    expected = results(linear_log_prob_and_entropy(hidden, weight, labels), hidden, weight)
+    hidden, weight = (x.detach().T.contiguous().T.requires_grad_() for x in (hidden, weight))
+    labels = torch.stack([labels, labels], dim=1)[:, 1]
+    assert not any(x.is_contiguous() for x in (hidden, weight, labels))
+    found = results(linear_log_prob_and_entropy(hidden, weight, labels), hidden, weight)
+    for output, right in zip(found, expected, strict=True):
+        match(output, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("form", "small_tiles")
+def test_nan_and_forbidden_tokens_are_as_in_whole_logits():
+    hidden, weight, labels = case(40, 60, 4)
+    with torch.no_grad():
+        hidden[:, 0], weight[:, 0] = 1.0, 0.0
+        weight[3], hidden[7, 2] = torch.tensor([-math.inf, 0, 0, 0]), math.nan
+    labels[labels == 3] = 4
+    log_prob, entropy = linear_log_prob_and_entropy(hidden, weight, labels)
+    assert log_prob.isnan().tolist() == entropy.isnan().tolist() == [row == 7 for row in range(40)]
+    plain = log_prob_and_entropy(hidden @ weight.T, labels)
+    for output, right in zip((log_prob, entropy), plain, strict=True):
+        match(output, right.detach(), rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(log_prob.sum(), weight)
+    assert grad[3].isnan().any()
+    assert grad[0].isnan().any()
 
 
 @pytest.mark.usefixtures("form", "small_tiles")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 Kernels = Callable[[str], ModuleType]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-SHAPES = [(5, 1), (3, 7), (2, 33), (1, 4096), (1, 32_001)]
+SHAPES = [(5, 1), (3, 7), (2, 33), (1, 4096), (1, 32_001), (1, 151_936)]
 CASES = [*((shape, torch.float32) for shape in SHAPES), *(((2, 1000), dtype) for dtype in DTYPES)]
 INV_T = 0.7
 # Rounding of the accumulation type, and of one result in the type of the logits (the interpreter cuts bf16).
