@@ -64,8 +64,9 @@ def log_prob_and_entropy(
 
     Raises:
         ValueError: shapes, types or devices do not fit, a temperature that is not above 0 or not finite,
-            `inplace_backward` under torch.compile or for logits whose rows overlap, or a label outside of
-            the vocabulary (on a GPU the log-probability is NaN instead, and `raise_bad_labels` tells).
+            `inplace_backward` for logits whose rows overlap, or a label outside of the vocabulary (on a GPU
+            the log-probability is NaN instead, and `raise_bad_labels` tells).
+        RuntimeError: `inplace_backward` under torch.compile.
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"want logits [n, v] and labels [n], got {[*logits.shape]} and {[*labels.shape]}")
@@ -215,9 +216,8 @@ def _fake_log_prob(
     vocab_size: int,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if (
-        inplace_backward
-    ):  # only traced calls come here with it, and torch.compile does not fall back from this
+    # Only traced calls come here with it. After an error before tracing torch.compile would run it eagerly.
+    if inplace_backward:
         raise ValueError("inplace_backward is for eager mode: torch.compile plans memory on its own")
     return fake_outputs(logits, entropy)
 

@@ -161,7 +161,7 @@ def test_statistics_are_over_all_ranks_and_carry_no_gradient():
         own = values[rows[rank]].requires_grad_()
         functions = (masked_sum, masked_mean, masked_var, masked_whiten, masked_scale)
         outputs = [function(own, mask[rows[rank]], group=group) for function in functions]
-        compiled = torch.compile(masked_whiten, fullgraph=True, backend="eager")
+        compiled = torch.compile(masked_whiten, fullgraph=True, backend="aot_eager")
         outputs.append(compiled(own, mask[rows[rank]], group=group))
         assert not any(output.requires_grad for output in outputs)
         return outputs
