@@ -1,6 +1,7 @@
-"""What every operation is held to: `from ops import check_op, check_compiles`."""
+"""What every operation is held to: `from ops import check_op, check_compiles, each_form`."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,3 +27,10 @@ def check_compiles(function: Callable[..., Any], *args: Tensor) -> None:
             grads = torch.autograd.grad(output.square().sum(), differentiable, allow_unused=True)
             results[-1] += [grad for grad in grads if grad is not None]
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True)
+
+
+def each_form() -> Iterator[str]:
+    """Go through the forms that a CPU runs, each forced in this process while it is current: for ranks."""
+    for form in ("", "portable", "reference"):
+        os.environ["ROLEMESH_KERNELS"] = form
+        yield form

@@ -5,6 +5,7 @@ import torch
 from gloo import run_ranks
 from golden import match
 from measure import peak_bytes
+from ops import each_form
 from torch import Tensor
 
 from rolemesh.kernels import linear, linear_log_prob_and_entropy, log_prob_and_entropy
@@ -227,7 +228,7 @@ def test_vocabulary_shards_equal_the_whole(world: int, width: int, vocab_size: i
     hidden, weight, labels = case(50, world * width, 12)
     labels = labels % vocab_size
 
-    def on_rank(rank: int, world: int) -> list[Tensor]:
+    def call(rank: int) -> list[Tensor]:
         mine = hidden.detach().clone().requires_grad_()
         shard = weight.detach()[rank * width : (rank + 1) * width].clone().requires_grad_()
         outputs = linear_log_prob_and_entropy(
@@ -235,14 +236,15 @@ def test_vocabulary_shards_equal_the_whole(world: int, width: int, vocab_size: i
         )
         return results(outputs, mine, shard)
 
-    ranks = run_ranks(on_rank, world)
     outputs = linear_log_prob_and_entropy(hidden, weight, labels, temperature=0.8, vocab_size=vocab_size)
-    log_prob, entropy, hidden_grad, weight_grad = results(outputs, hidden, weight)
-    for rank in ranks:
-        for output, right in zip(rank[:3], (log_prob, entropy, hidden_grad), strict=True):
-            match(output, right, rtol=1e-5, atol=1e-4)
-        assert all(torch.equal(a, b) for a, b in zip(rank[:3], ranks[0][:3], strict=True))
-    match(torch.cat([rank[3] for rank in ranks]), weight_grad, rtol=1e-5, atol=1e-4)
+    whole = results(outputs, hidden, weight)
+    by_rank = run_ranks(lambda rank, world: [call(rank) for _ in each_form()], world)
+    for ranks in zip(*by_rank, strict=True):
+        for rank in ranks:
+            for output, right in zip(rank[:3], whole[:3], strict=True):
+                match(output, right, rtol=1e-5, atol=1e-4)
+            assert all(torch.equal(a, b) for a, b in zip(rank[:3], ranks[0][:3], strict=True))
+        match(torch.cat([rank[3] for rank in ranks]), whole[3], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.full

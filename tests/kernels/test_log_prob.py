@@ -5,6 +5,7 @@ import torch
 from gloo import run_ranks
 from golden import golden_cases, match, run_case
 from measure import peak_bytes
+from ops import each_form
 from torch import Tensor
 
 from rolemesh.kernels import log_prob_and_entropy
@@ -283,16 +284,17 @@ def test_vocabulary_shards_equal_the_whole(world: int, width: int, vocab_size: i
         grad = torch.autograd.grad((log_prob * 2 + entropy).sum(), shard)[0]
         return [log_prob.detach(), entropy.detach(), grad]
 
-    def on_rank(rank: int, world: int) -> list[Tensor]:
-        return compute(logits[:, rank * width : (rank + 1) * width], torch.distributed.group.WORLD)
+    def on_rank(rank: int, world: int) -> list[list[Tensor]]:
+        shard = logits[:, rank * width : (rank + 1) * width]
+        return [compute(shard, torch.distributed.group.WORLD) for _ in each_form()]
 
-    results = run_ranks(on_rank, world)
     whole = compute(logits, None)
-    for log_prob, entropy, _ in results:
-        match(log_prob, whole[0], rtol=1e-5, atol=1e-6)
-        match(entropy, whole[1], rtol=1e-5, atol=1e-6)
-        assert torch.equal(log_prob, results[0][0])
-    match(torch.cat([grad for _, _, grad in results], dim=1), whole[2], rtol=1e-5, atol=1e-6)
+    for ranks in zip(*run_ranks(on_rank, world), strict=True):
+        for log_prob, entropy, _ in ranks:
+            match(log_prob, whole[0], rtol=1e-5, atol=1e-6)
+            match(entropy, whole[1], rtol=1e-5, atol=1e-6)
+            assert torch.equal(log_prob, ranks[0][0])
+        match(torch.cat([grad for _, _, grad in ranks], dim=1), whole[2], rtol=1e-5, atol=1e-6)
     for output, expected in zip(whole, truth(logits[:, :vocab_size], labels, 0.8), strict=False):
         match(output, expected, rtol=1e-5, atol=1e-5)
 
