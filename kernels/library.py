@@ -46,11 +46,10 @@ def _on_one_device(name: str, function: Function) -> Function:
     """torch would take the form of a meta tensor for all, and give a CPU tensor that nobody wrote."""
 
     def checked(*arguments: Any, **options: Any) -> Any:
-        devices = {str(argument.device) for argument in arguments if isinstance(argument, Tensor)}
+        devices = {argument.device for argument in arguments if isinstance(argument, Tensor)}
         if len(devices) > 1:
-            raise ValueError(
-                f"rolemesh::{name} wants tensors on one device, not on {', '.join(sorted(devices))}"
-            )
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"rolemesh::{name} wants tensors on one device, not on {names}")
         return function(*arguments, **options)
 
     return checked
