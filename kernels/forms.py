@@ -123,3 +123,10 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
 def group_named(name: str | None) -> dist.ProcessGroup | None:
     """The process group of that name. Raises RuntimeError where this process has none."""
     return None if name is None else dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def gather_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[world, *tensor.shape]: the tensor of every rank, in their order. All ranks of `group` call."""
+    parts = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather(list(parts.unbind()), tensor.contiguous(), group=group)
+    return parts

@@ -26,7 +26,7 @@ from rolemesh.kernels.log_prob import (
 )
 
 # A tile holds at most this share of the logits and this many elements of them (16 MiB and 256 MiB of fp32).
-_SHARE = 1 / 25
+_SHARE = 1 / 32
 _CPU_TILE, _GPU_TILE = 1 << 22, 1 << 26
 # Below this it is not worth cutting.
 _SMALL_TILE = 1 << 16

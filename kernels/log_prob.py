@@ -20,6 +20,7 @@ from rolemesh.kernels.forms import (
     continued_record,
     current_record,
     form_of,
+    gather_ranks,
     group_name,
     group_named,
     note_kernel,
@@ -131,9 +132,7 @@ def finish(
 
 def _merged(stats: Tensor, inv_temperature: float, group: dist.ProcessGroup) -> Tensor:
     """Stats of the whole vocabulary. A maximum and sums that depend on it need no second collective."""
-    shards = stats.new_empty((group.size() * len(stats), stats.shape[1]))
-    dist.all_gather_into_tensor(shards, stats, group=group)
-    m, s, t, label = shards.view(group.size(), *stats.shape).unbind(dim=1)
+    m, s, t, label = gather_ranks(stats, group).unbind(dim=1)
     top = m.amax(dim=0)
     # -inf, a shard with nothing possible, becomes finite: its s and t are 0, and 0 * -inf is not.
     shift = ((m - top) * inv_temperature).clamp_(min=torch.finfo(m.dtype).min)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rolemesh.kernels.arrays import mask_bytes, wide
-from rolemesh.kernels.forms import Kernel, group_name, group_named
+from rolemesh.kernels.forms import Kernel, gather_ranks, group_name, group_named
 from rolemesh.kernels.library import torch_op
 
 
@@ -107,11 +107,7 @@ def _fake_gather(numbers: Tensor, group_name: str) -> Tensor:
 
 @torch_op(fake=_fake_gather)
 def _all_gather(numbers: Tensor, group_name: str) -> Tensor:
-    """[world, *numbers.shape]: every rank's numbers."""
-    group = group_named(group_name)
-    parts = numbers.new_empty(dist.get_world_size(group), *numbers.shape)
-    dist.all_gather_into_tensor(parts.flatten(), numbers.flatten(), group=group)
-    return parts
+    return gather_ranks(numbers, group_named(group_name))
 
 
 def _fake_moments(values: Tensor, mask: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 // memory and not arithmetic decides their time.
 #pragma once
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace rolemesh::ROLEMESH_ISA {
 
 constexpr int kLanes = Vector<double>::kLanes;
-constexpr int64_t kSmall = 1 << 15;  // elements below which one thread is quicker than waking the others
 constexpr int kChunks = 64;          // parts of a sum, merged in order: the number of threads changes nothing
 
 using Doubles = Vec<double>;

@@ -1,13 +1,16 @@
 // The operations on plain pointers, compiled once for each instruction set. No Python here.
 //
-// Every header below is compiled by table.cpp, which is built with the flags of an instruction set. They must not
-// use inline functions of the standard library: the linker keeps one copy of those, which a processor without AVX2 could then meet.
+// Every header below is compiled by table.cpp, which is built with the flags of an instruction set. They must
+// not use inline functions of the standard library: the linker keeps one copy of those, which a processor
+// without AVX2 could then meet.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 namespace rolemesh {
+
+constexpr int64_t kSmall = 1 << 15;  // elements below which one thread is quicker than waking the others
 
 enum class Dtype { f32, f64, bf16, f16 };
 

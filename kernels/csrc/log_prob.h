@@ -207,6 +207,7 @@ static void stats_of(Matrix logits, const int64_t* labels, void* stats, double i
 
 void log_prob_stats(Matrix logits, const int64_t* labels, void* stats, double inv_temperature, bool entropy,
                     int threads) {
+    if (logits.rows * logits.columns < kSmall) threads = 1;
     const auto run = entropy ? stats_of<true> : stats_of<false>;
     run(logits, labels, stats, inv_temperature, threads);
 }
@@ -295,6 +296,7 @@ static void backward_of(Matrix logits, const int64_t* labels, const void* number
 
 void log_prob_backward(Matrix logits, const int64_t* labels, const void* numbers, double inv_temperature,
                        bool entropy, Matrix out, int threads) {
+    if (logits.rows * logits.columns < kSmall) threads = 1;
     const auto run = entropy ? backward_of<true> : backward_of<false>;
     run(logits, labels, numbers, inv_temperature, out, threads);
 }

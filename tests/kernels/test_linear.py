@@ -192,7 +192,7 @@ def test_it_compiles_and_has_meta_outputs():
 
 
 def test_memory_is_a_small_share_of_the_logits():
-    hidden, weight, labels = case(1024, 32000, 16)
+    hidden, weight, labels = case(2048, 64000, 16)
 
     def call() -> tuple[Tensor, Tensor]:
         log_prob, entropy = linear_log_prob_and_entropy(hidden, weight, labels)
@@ -200,7 +200,7 @@ def test_memory_is_a_small_share_of_the_logits():
 
     call()  # what libraries keep from their first call is not ours
     gradients = 4 * (hidden.numel() + weight.numel())
-    assert peak_bytes(call) - gradients < 0.05 * 4 * 1024 * 32000
+    assert peak_bytes(call) - gradients < 0.05 * 4 * 2048 * 64000
 
 
 def test_arguments_that_do_not_fit_are_named():
