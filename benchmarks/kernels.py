@@ -272,9 +272,11 @@ def row_cases(b: int, r: int, device: str) -> list[Case]:
     ]
 
 
-def report(case: Case, repeats: int, device: str) -> None:
+def report(case: Case, args: argparse.Namespace) -> None:
     """Print one table: milliseconds, times the kernel's, memory as a share of the case's unit."""
-    seconds = medians(case.calls, repeats, device)
+    device = args.device
+    calls = {name: call for name, call in case.calls.items() if not (args.small and "compile" in name)}
+    seconds = medians(calls, args.repeats, device)
     ours = seconds["kernel"]
     print(f"\n### {case.name}\n")
     print("| form | ms | x | memory |\n|---|---:|---:|---:|")
@@ -294,7 +296,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0: torch's choice")
-    parser.add_argument("--small", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="small shapes, without torch.compile")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -311,11 +313,11 @@ def main() -> None:
     for n, v in sizes:
         for dtype in (torch.float32, torch.bfloat16):
             for case in log_prob_cases(n, v, dtype, args.device):
-                report(case, args.repeats, args.device)
+                report(case, args)
     linear_type = torch.float32 if args.device == "cpu" else torch.bfloat16
-    report(linear_case(*linear, linear_type, args.device), args.repeats, args.device)
+    report(linear_case(*linear, linear_type, args.device), args)
     for case in row_cases(*rows, args.device):
-        report(case, args.repeats, args.device)
+        report(case, args)
 
 
 if __name__ == "__main__":
