@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,12 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
     return None if group is None else group.group_name
 
 
+@overload
+def group_named(name: None) -> None: ...
+@overload
+def group_named(name: str) -> dist.ProcessGroup: ...
+@overload
+def group_named(name: str | None) -> dist.ProcessGroup | None: ...
 def group_named(name: str | None) -> dist.ProcessGroup | None:
     """The process group of that name. Raises RuntimeError where this process has none."""
     return None if name is None else dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
