@@ -1,0 +1,135 @@
+"""What a device reaches of its data sheet: a few constants for each device generation.
+
+`placement/data/timing.yaml` holds them, each with how it was obtained; `benchmarks/fit_timing.py` fits them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares are of the data sheet's figure; times are seconds.
+
+    Attributes:
+        gemm16, gemm8, gemm4, gemm32: share of the peak that a large matrix product reaches, by bits.
+        tile_start: columns of k that starting and ending a tile costs as much time as.
+        wave_weight: how far a partly filled last wave costs a whole one (1) or its share (0).
+        misaligned: how much longer a product takes whose rows are no multiple of 16 bytes.
+        flash: share of the 16-bit peak that fused attention reaches, forward; `flash_backward` backward.
+        flash2: share of that which the second generation of the kernel reaches on this device.
+        head_half: width of a head at which fused attention reaches half of that.
+        memory: share of the memory bandwidth that element-wise operators reach.
+        unfused: how many times more bytes element-wise operators move without fusion.
+        kernel: start of one kernel.
+        moe_host: seconds a mixture-of-experts layer adds in one pass (routing, sorting, synchronising).
+        link, network: share of the link's rate inside and between nodes.
+        quick_share: share of the link's rate of the low-latency protocol.
+        collective_start: seconds before a collective moves a byte; `simple_start` more of the simple protocol.
+        overlap: share of communication meant to be hidden that costs the computation nothing.
+        step_fixed: seconds of each step outside of all this (host work, gradient norm, logging).
+        jitter: how much each doubling of the number of devices lengthens a step.
+        imbalance: how much longer experts take than under even routing.
+        decode_memory: share of the memory bandwidth that decoding reaches; `decode_kernel` seconds a kernel.
+        serving: seconds of scheduling and sampling in each decode step.
+    """
+
+    gemm16: float = 0.72
+    gemm8: float = 0.60
+    gemm4: float = 0.45
+    gemm32: float = 0.8
+    tile_start: float = 256.0
+    wave_weight: float = 0.5
+    misaligned: float = 3.0
+    flash: float = 0.6
+    flash_backward: float = 0.5
+    flash2: float = 1.0
+    head_half: float = 32.0
+    memory: float = 0.8
+    unfused: float = 1.6
+    kernel: float = 4e-6
+    moe_host: float = 5e-4
+    link: float = 0.9
+    network: float = 0.85
+    quick_share: float = 0.5
+    collective_start: float = 12e-6
+    simple_start: float = 80e-6
+    overlap: float = 0.85
+    step_fixed: float = 0.02
+    jitter: float = 0.002
+    imbalance: float = 1.1
+    decode_memory: float = 0.8
+    decode_kernel: float = 3e-6
+    serving: float = 1e-3
+
+    def gemm(self, dtype: str) -> float:
+        """Share of the peak for products in `dtype`."""
+        return {4.0: self.gemm32, 2.0: self.gemm16, 1.0: self.gemm8, 0.5: self.gemm4}[BYTES[dtype]]
+
+    def with_(self, **changes: float) -> Efficiency:
+        """The same with some constants replaced."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device for the time model: data sheet and constants. `units` are its parallel processors."""
+
+    name: str
+    peaks: tuple[tuple[str, float], ...]  # dtype, FLOP/s
+    memory_bandwidth: float  # bytes/s
+    units: int
+    efficiency: Efficiency
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of the data sheet; a dtype that the device lacks runs at the next wider one's rate."""
+        peaks = dict(self.peaks)
+        order = ("float4", "float8", "bfloat16", "float16", "float32")
+        for name in order[order.index(dtype) :]:
+            if name in peaks:
+                return peaks[name]
+        return max(peaks.values())
+
+    @staticmethod
+    def bytes_of(dtype: str) -> float:
+        """Bytes of one number."""
+        return BYTES[dtype]
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s that element-wise operators reach."""
+        return self.memory_bandwidth * self.efficiency.memory
+
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    text = resources.files("rolemesh.placement").joinpath("data/timing.yaml").read_text(encoding="utf-8")
+    data: dict[str, Any] = yaml.safe_load(text)
+    return data
+
+
+def generation(device: str) -> str:
+    """The generation whose constants a device uses: `h100` for `h800-80`; the common ones when unknown."""
+    for name, entry in _data()["generations"].items():
+        if any(device.startswith(prefix) for prefix in entry["devices"]):
+            return str(name)
+    return "common"
+
+
+@lru_cache(maxsize=64)
+def efficiency(device: str) -> Efficiency:
+    """Constants of a device by its name."""
+    data = _data()
+    known = {field.name for field in fields(Efficiency)}
+    values: dict[str, float] = {}
+    for source in (data["common"], data["generations"].get(generation(device), {}).get("constants", {})):
+        values.update({name: float(entry["value"]) for name, entry in source.items() if name in known})
+    return Efficiency(**values)

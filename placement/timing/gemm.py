@@ -1,0 +1,42 @@
+"""Seconds of one matrix product [m, k] x [k, n]: tiles, waves over the processors, memory traffic."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from rolemesh.placement.timing.efficiency import Machine
+
+# (rows, columns, share of the full rate): smaller tiles load more bytes for each multiplication.
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+
+
+def gemm_seconds(m: int, n: int, k: int, machine: Machine, dtype: str, batch: int = 1) -> float:
+    """`batch` products [m, k] x [k, n] in one kernel; the quickest of the tile sizes counts."""
+    if min(m, n, k, batch) <= 0:
+        return 0.0
+    return _gemm(int(m), int(n), int(k), int(batch), machine, dtype)
+
+
+@lru_cache(maxsize=200_000)
+def _gemm(m: int, n: int, k: int, batch: int, machine: Machine, dtype: str) -> float:
+    eff = machine.efficiency
+    rate = machine.peak(dtype) * eff.gemm(dtype)
+    ideal = 2.0 * m * n * k * batch / rate
+    # Each tile starts and ends with as much time as `tile_start` columns of k cost.
+    k_padded = k + eff.tile_start
+    units = machine.units
+    best = math.inf
+    for rows, columns, share in TILES if units > 1 else ((16, 16, 1.0),):
+        for height, width in ((rows, columns), (columns, rows)):
+            tiles = batch * math.ceil(m / height) * math.ceil(n / width)
+            waves = tiles / units
+            whole = math.ceil(waves)
+            waves = eff.wave_weight * whole + (1 - eff.wave_weight) * max(waves, 1.0)
+            best = min(best, waves * 2.0 * height * width * k_padded * units / (rate * share))
+    size = machine.bytes_of(dtype)
+    traffic = batch * (size * (m * k + k * n) + 2.0 * m * n) / machine.memory_rate
+    # Rows that are no multiple of 16 bytes miss the tensor cores' wide loads.
+    if (k * size) % 16 or (n * 2) % 16:
+        best = max(best, ideal * eff.misaligned)
+    return max(best, traffic)

@@ -1,0 +1,194 @@
+"""Seconds of one decoder layer, one embedding and one head on one rank, for one micro-batch.
+
+Counts follow Korthikanti et al. 2022 (bytes of activations), Narayanan et al. 2021 (FLOPs) and Dao 2023
+(fused attention does 2.5 times its forward work in the backward pass).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.timing.dims import Dims
+from rolemesh.placement.timing.efficiency import Machine
+from rolemesh.placement.timing.gemm import gemm_seconds
+
+
+@dataclass(frozen=True)
+class How:
+    """How the software runs a layer.
+
+    Attributes:
+        dtype: of the matrix products; attention and the head stay in 16 bits below that.
+        flash: attention in one fused kernel; else scores go through memory. `flash2`: that kernel's second
+            generation, which newer devices run slower than their own.
+        fused: element-wise operators are fused (Megatron, torch.compile).
+        lora: base matrices are frozen, so they have no weight gradients.
+        dropout: scores and residuals pass a dropout.
+        graphs: kernels are started from recorded graphs, so their start costs next to nothing.
+    """
+
+    dtype: str = "bfloat16"
+    flash: bool = True
+    flash2: bool = False
+    fused: bool = True
+    lora: bool = False
+    dropout: bool = False
+    graphs: bool = False
+
+
+@dataclass
+class Pass:
+    """Seconds of a forward and of a backward pass, by kind."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, forward: float, backward: float) -> None:
+        """Add seconds of one kind."""
+        self.forward[kind] = self.forward.get(kind, 0.0) + forward
+        self.backward[kind] = self.backward.get(kind, 0.0) + backward
+
+
+def wide(dtype: str) -> str:
+    """The 16-bit (or wider) type that attention and the head run in."""
+    return "bfloat16" if dtype in ("float8", "float4") else dtype
+
+
+def decoder_layer(
+    dims: Dims, layout: Layout, *, sequences: int, seq_len: int, moe: bool, machine: Machine, how: How
+) -> Pass:
+    """One layer for `sequences` sequences of `seq_len` tokens (of which a rank has 1/cp)."""
+    out = Pass()
+    tokens = sequences * seq_len / layout.cp
+    _matrices(out, dims.attention_weights(), tokens, layout.tp, machine, how)
+    if dims.attention_share:
+        _attention(out, dims, layout, sequences, seq_len, machine, how)
+    if moe:
+        _experts(out, dims, layout, tokens, machine, how)
+    else:
+        _matrices(out, dims.ffn_weights(dims.ffn), tokens, layout.tp, machine, how)
+    _elementwise(out, dims, layout, tokens, moe, machine, how)
+    eff = machine.efficiency
+    start = 0.0 if how.graphs else eff.kernel
+    out.add("memory_bound", 20 * start, 34 * start)
+    if moe:
+        host = eff.moe_host * (0.5 if how.graphs else 1.0)
+        out.add("memory_bound", host, host)
+    return out
+
+
+def _product(tokens: float, k: int, n: int, machine: Machine, how: How, dtype: str) -> tuple[float, float]:
+    """Seconds of x W forward, and of both gradients."""
+    forward = gemm_seconds(round(tokens), n, k, machine, dtype)
+    data = gemm_seconds(round(tokens), k, n, machine, dtype)
+    weights = 0.0 if how.lora else gemm_seconds(k, n, round(tokens), machine, dtype)
+    return forward, data + weights
+
+
+def _matrices(
+    out: Pass, weights: list[tuple[int, int, str]], tokens: float, tp: int, machine: Machine, how: How
+) -> None:
+    for k, n, cut in weights:
+        k, n = (k // tp if cut == "in" else k), (n // tp if cut == "out" else n)
+        out.add("gemm", *_product(tokens, k, n, machine, how, how.dtype))
+        _casts(out, tokens, k, n, machine, how)
+
+
+def _casts(out: Pass, tokens: float, k: int, n: int, machine: Machine, how: How) -> None:
+    """Below 16 bits inputs, output gradients and weights are read in 16 bits and written twice (both ways up)."""
+    if how.dtype not in ("float8", "float4"):
+        return
+    each = 2 + 2 * machine.bytes_of(how.dtype)
+    forward, backward = each * (tokens * k + n * k) / machine.memory_rate, each * tokens * n / machine.memory_rate
+    out.add("memory_bound", forward + 2 * machine.efficiency.kernel, backward + machine.efficiency.kernel)
+
+
+def attention_flops(dims: Dims, sequences: float, queries: float, keys: float, causal: bool = True) -> float:
+    """Forward FLOPs of softmax attention in one layer (mean over layers), all heads."""
+    share = dims.attention_share
+    half = 0.5 if causal else 1.0
+    full = 2.0 * sequences * queries * keys * (dims.q_dim + dims.v_dim) * half
+    if not dims.window or keys <= dims.window:
+        return full * share
+    near = 2.0 * sequences * queries * dims.window * (dims.q_dim + dims.v_dim)
+    return share * (dims.windowed * min(near, full) + (1 - dims.windowed) * full)
+
+
+def _attention(
+    out: Pass, dims: Dims, layout: Layout, sequences: int, seq_len: int, machine: Machine, how: How
+) -> None:
+    eff, dtype, queries = machine.efficiency, wide(how.dtype), seq_len / layout.cp
+    if how.flash:
+        flops = attention_flops(dims, sequences, queries, seq_len) / layout.tp
+        width = min(dims.head_dim, 128)
+        fill = width / (width + eff.head_half) * (128 + eff.head_half) / 128
+        # The last, part-filled blocks of a short sequence: work grows by a block of 128 keys on the diagonal.
+        flops *= 1 + 128 / seq_len
+        rate = machine.peak(dtype) * fill * (eff.flash2 if how.flash2 else 1.0)
+        forward, backward = flops / (rate * eff.flash), 2.5 * flops / (rate * eff.flash_backward)
+        io = 2.0 * sequences * queries * (2 * dims.q_dim + 2 * dims.v_dim) / layout.tp / machine.memory_rate
+        out.add("attention", max(forward, io), max(backward, 2 * io))
+        return
+    batch = max(1, sequences * dims.n_heads // layout.tp)
+    scores = gemm_seconds(round(queries), seq_len, dims.head_dim, machine, dtype, batch)
+    values = gemm_seconds(round(queries), dims.v_dim // dims.n_heads, seq_len, machine, dtype, batch)
+    numbers = batch * queries * seq_len / machine.memory_rate
+    # Scores are written, scaled and softmaxed (read, write), dropped (read, write, mask), read.
+    drop = 5 if how.dropout else 0
+    loose = 1.0 if how.fused else eff.unfused
+    out.add("attention", scores + values, 2 * (scores + values))
+    out.add("memory_bound", numbers * (2 + loose * (4 + drop) + 2), numbers * (4 + loose * (6 + drop) + 4))
+
+
+def _experts(out: Pass, dims: Dims, layout: Layout, tokens: float, machine: Machine, how: How) -> None:
+    """Grouped products of this rank's experts, and the shared expert on every token."""
+    eff = machine.efficiency
+    here = max(1, dims.n_experts * layout.etp // (layout.ep * layout.etp))
+    routed = tokens / layout.tp * dims.top_k * layout.etp * eff.imbalance
+    each = max(1.0, routed / here)
+    for k, n, cut in dims.ffn_weights(dims.expert_ffn):
+        k, n = (k // layout.etp if cut == "in" else k), (n // layout.etp if cut == "out" else n)
+        forward = gemm_seconds(round(each), n, k, machine, how.dtype, here)
+        data = gemm_seconds(round(each), k, n, machine, how.dtype, here)
+        weights = 0.0 if how.lora else gemm_seconds(k, n, round(each), machine, how.dtype, here)
+        out.add("experts", forward, data + weights)
+        _casts(out, routed, k, n * here / max(1, here), machine, how)
+    # Sorting tokens by expert and back: read and write, both ways, once more for the backward pass.
+    moved = 2 * 4.0 * routed * dims.hidden / machine.memory_rate
+    act = _activation_bytes(dims.gated) * routed * dims.expert_ffn / layout.etp / machine.memory_rate
+    out.add("memory_bound", moved + act, moved + 1.6 * act)
+    if dims.shared_ffn:
+        _matrices(out, dims.ffn_weights(dims.shared_ffn), tokens, layout.tp, machine, how)
+
+
+def _activation_bytes(gated: bool) -> float:
+    return 6.0 if gated else 4.0  # read (twice if gated), write
+
+
+def _elementwise(
+    out: Pass, dims: Dims, layout: Layout, tokens: float, moe: bool, machine: Machine, how: How
+) -> None:
+    eff = machine.efficiency
+    loose = 1.0 if how.fused else eff.unfused
+    whole = tokens / (layout.tp if layout.sequence_parallel else 1)
+    # Two norms (read, write) and two residual additions (two reads, one write, the dropout's mask).
+    stream = whole * dims.hidden * (8 + 12 + (2 if how.dropout else 0))
+    act_width = (dims.shared_ffn if moe else dims.ffn) / layout.tp
+    act = tokens * act_width * _activation_bytes(dims.gated)
+    rotary = tokens * 4 * (dims.q_dim + dims.n_kv_heads * dims.head_dim) / layout.tp
+    seconds = loose / machine.memory_rate
+    out.add("memory_bound", seconds * (stream + act + rotary), seconds * (1.2 * stream + 1.6 * act + rotary))
+
+
+def head(dims: Dims, layout: Layout, *, tokens: float, machine: Machine, how: How, chunked: bool = False) -> Pass:
+    """Logits and cross-entropy over this rank's part of the vocabulary; `chunked` makes logits twice."""
+    out = Pass()
+    columns = -(-dims.vocab // layout.tp)
+    forward, backward = _product(tokens, dims.hidden, columns, machine, how, wide(how.dtype))
+    out.add("gemm", forward, backward + (forward if chunked else 0.0))
+    loose = 1.0 if how.fused else machine.efficiency.unfused
+    # Loss in fp32: read 2, write 4, maximum 4, exponential and sum 8; the gradient reads 4 and writes 2.
+    numbers = tokens * columns * loose / machine.memory_rate
+    out.add("memory_bound", 18 * numbers, 6 * numbers + (18 * numbers if chunked else 0.0))
+    return out
