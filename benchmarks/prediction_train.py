@@ -141,7 +141,7 @@ def dims_of(row: Row) -> Dims:
     if not row["hidden"]:
         raise Skip("no shape published (hybrid or unnamed model)")
     hidden = int(row["hidden"])
-    vocab = int(re.sub(r"\D", "", row["vocab"]) or 51200)
+    vocab = int(re.sub(r"\D", "", row["vocab"].replace("k", "000")) or 51200)
     for start, (experts, top, ffn, shared, n_dense, dense_ffn, latent) in MOE.items():
         if not model.startswith(start):
             continue
@@ -177,7 +177,7 @@ def dtype_of(precision: str) -> str:
 def run_of(row: Row, dtype: str) -> Run:
     """What the source's software does, by source."""
     source, notes, recompute = row["source"], row["notes"], recompute_of(row["recompute"])
-    old = Run(How(dtype, flash=False, dropout=True), recompute, "none", False, grad_bytes=2.0)
+    old = Run(How(dtype, attention="unfused", dropout=True), recompute, "none", False, grad_bytes=2.0)
     if source.startswith("Megatron-LM"):
         return replace(old, shard="zero3", overlap_dp=True) if row["shard"] == "ZeRO-3" else old
     if source.startswith(("Korthikanti", "BigScience GPT-2")):
@@ -187,13 +187,14 @@ def run_of(row: Row, dtype: str) -> Run:
         return replace(old, shard="none" if row["shard"] == "ZeRO-0" else "zero1", grad_bytes=wide)
     if source.startswith("MosaicML"):
         shard = "zero2" if row["shard"] == "SHARD_GRAD_OP" else "zero3"
-        return Run(How(dtype, flash2=True, fused=False), recompute, shard, grad_bytes=2.0)
+        return Run(How(dtype, attention="flash1", fused=False), recompute, shard, grad_bytes=2.0)
     if source.startswith("torchtitan"):
         eager = notes.startswith("FSDP;")
         mode = "selective:half" if recompute == "selective" else recompute
-        return Run(How(dtype, flash2=True, fused=not eager), mode, "zero3", overlap_tp="sync" in notes)
+        return Run(How(dtype, attention="flash2", fused=not eager), mode, "zero3", overlap_tp="sync" in notes)
     if source.startswith("prime-rl"):
-        how = How(dtype, flash2="attention_2" in notes, fused=False, lora="LoRA" in notes)
+        kernel = "flash2" if "attention_2" in notes else "flash"
+        how = How(dtype, attention=kernel, fused=False, lora="LoRA" in notes)
         return Run(how, "full", "zero3" if row["shard"] else "none", chunked_head=notes.startswith("RL"))
     if source.startswith(("NVIDIA", "Megatron-")):
         dense = not any(row["model"].startswith(name) for name in (*MOE, "GPT OSS", "Qwen3-Next"))

@@ -20,17 +20,21 @@ class Efficiency:
     """Shares are of the data sheet's figure; times are seconds.
 
     Attributes:
+        power: share of its rate that the device sustains under its power limit.
         gemm16, gemm8, gemm4, gemm32: share of the peak that a large matrix product reaches, by bits.
         tile_start: columns of k that starting and ending a tile costs as much time as.
         wave_weight: how far a partly filled last wave costs a whole one (1) or its share (0).
         misaligned: how much longer a product takes whose rows are no multiple of 16 bytes.
+        unaligned: the same where they are a multiple of 16, but not of 128 bytes.
         flash: share of the 16-bit peak that fused attention reaches, forward; `flash_backward` backward.
-        flash2: share of that which the second generation of the kernel reaches on this device.
+        flash2, flash1: share of that which the kernel's second and first generation reach on this device.
         head_half: width of a head at which fused attention reaches half of that.
         memory: share of the memory bandwidth that element-wise operators reach.
         unfused: how many times more bytes element-wise operators move without fusion.
         kernel: start of one kernel.
-        moe_host: seconds a mixture-of-experts layer adds in one pass (routing, sorting, synchronising).
+        host, moe_host: seconds that the host needs to start one layer's kernels forward, plain or with
+            experts; twice that backward. A layer never takes less unless its kernels are recorded.
+        moe_extra: seconds a layer with experts adds in one pass (routing, sorting, synchronising).
         link, network: share of the link's rate inside and between nodes.
         quick_share: share of the link's rate of the low-latency protocol.
         collective_start: seconds before a collective moves a byte; `simple_start` more of the simple protocol.
@@ -42,6 +46,7 @@ class Efficiency:
         serving: seconds of scheduling and sampling in each decode step.
     """
 
+    power: float = 1.0
     gemm16: float = 0.72
     gemm8: float = 0.60
     gemm4: float = 0.45
@@ -49,14 +54,18 @@ class Efficiency:
     tile_start: float = 256.0
     wave_weight: float = 0.5
     misaligned: float = 3.0
+    unaligned: float = 1.15
     flash: float = 0.6
     flash_backward: float = 0.5
     flash2: float = 1.0
+    flash1: float = 0.6
     head_half: float = 32.0
     memory: float = 0.8
     unfused: float = 1.6
     kernel: float = 4e-6
-    moe_host: float = 5e-4
+    host: float = 5e-4
+    moe_host: float = 1.5e-3
+    moe_extra: float = 3e-4
     link: float = 0.9
     network: float = 0.85
     quick_share: float = 0.5
@@ -95,8 +104,8 @@ class Machine:
         order = ("float4", "float8", "bfloat16", "float16", "float32")
         for name in order[order.index(dtype) :]:
             if name in peaks:
-                return peaks[name]
-        return max(peaks.values())
+                return peaks[name] * self.efficiency.power
+        return max(peaks.values()) * self.efficiency.power
 
     @staticmethod
     def bytes_of(dtype: str) -> float:

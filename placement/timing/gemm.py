@@ -15,28 +15,32 @@ def gemm_seconds(m: int, n: int, k: int, machine: Machine, dtype: str, batch: in
     """`batch` products [m, k] x [k, n] in one kernel; the quickest of the tile sizes counts."""
     if min(m, n, k, batch) <= 0:
         return 0.0
-    return _gemm(int(m), int(n), int(k), int(batch), machine, dtype)
+    return _gemm(int(m), int(n), int(k), int(batch), _rates(machine, dtype))
 
 
-@lru_cache(maxsize=200_000)
-def _gemm(m: int, n: int, k: int, batch: int, machine: Machine, dtype: str) -> float:
+def _rates(machine: Machine, dtype: str) -> tuple[float, ...]:
     eff = machine.efficiency
     rate = machine.peak(dtype) * eff.gemm(dtype)
+    starts = (eff.tile_start, eff.wave_weight, eff.misaligned, eff.unaligned)
+    return (rate, float(machine.units), machine.memory_rate, machine.bytes_of(dtype), *starts)
+
+
+@lru_cache(maxsize=400_000)
+def _gemm(m: int, n: int, k: int, batch: int, rates: tuple[float, ...]) -> float:
+    rate, units, memory, size, tile_start, wave_weight, misaligned, unaligned = rates
     ideal = 2.0 * m * n * k * batch / rate
     # Each tile starts and ends with as much time as `tile_start` columns of k cost.
-    k_padded = k + eff.tile_start
-    units = machine.units
+    k_padded = k + tile_start
     best = math.inf
     for rows, columns, share in TILES if units > 1 else ((16, 16, 1.0),):
         for height, width in ((rows, columns), (columns, rows)):
-            tiles = batch * math.ceil(m / height) * math.ceil(n / width)
-            waves = tiles / units
-            whole = math.ceil(waves)
-            waves = eff.wave_weight * whole + (1 - eff.wave_weight) * max(waves, 1.0)
+            waves = batch * math.ceil(m / height) * math.ceil(n / width) / units
+            waves = wave_weight * math.ceil(waves) + (1 - wave_weight) * max(waves, 1.0)
             best = min(best, waves * 2.0 * height * width * k_padded * units / (rate * share))
-    size = machine.bytes_of(dtype)
-    traffic = batch * (size * (m * k + k * n) + 2.0 * m * n) / machine.memory_rate
-    # Rows that are no multiple of 16 bytes miss the tensor cores' wide loads.
+    traffic = batch * (size * (m * k + k * n) + 2.0 * m * n) / memory
+    # Rows that are no multiple of 16 bytes miss the tensor cores' wide loads; of 128 bytes, whole cache lines.
     if (k * size) % 16 or (n * 2) % 16:
-        best = max(best, ideal * eff.misaligned)
+        best = max(best, ideal * misaligned)
+    elif (k * size) % 128 or (n * 2) % 128:
+        best *= unaligned
     return max(best, traffic)

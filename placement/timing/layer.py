@@ -20,8 +20,8 @@ class How:
 
     Attributes:
         dtype: of the matrix products; attention and the head stay in 16 bits below that.
-        flash: attention in one fused kernel; else scores go through memory. `flash2`: that kernel's second
-            generation, which newer devices run slower than their own.
+        attention: `flash` is the device's own fused kernel, `flash2` and `flash1` are its earlier
+            generations; `unfused` scores go through memory.
         fused: element-wise operators are fused (Megatron, torch.compile).
         lora: base matrices are frozen, so they have no weight gradients.
         dropout: scores and residuals pass a dropout.
@@ -29,8 +29,7 @@ class How:
     """
 
     dtype: str = "bfloat16"
-    flash: bool = True
-    flash2: bool = False
+    attention: str = "flash"
     fused: bool = True
     lora: bool = False
     dropout: bool = False
@@ -73,8 +72,12 @@ def decoder_layer(
     start = 0.0 if how.graphs else eff.kernel
     out.add("memory_bound", 20 * start, 34 * start)
     if moe:
-        host = eff.moe_host * (0.5 if how.graphs else 1.0)
-        out.add("memory_bound", host, host)
+        out.add("memory_bound", eff.moe_extra, eff.moe_extra)
+    if not how.graphs:
+        # The host starts kernels one by one: a layer takes at least as long as that.
+        host = eff.moe_host if moe else eff.host
+        forward, backward = sum(out.forward.values()), sum(out.backward.values())
+        out.add("host", max(0.0, host - forward), max(0.0, 2 * host - backward))
     return out
 
 
@@ -119,13 +122,13 @@ def _attention(
     out: Pass, dims: Dims, layout: Layout, sequences: int, seq_len: int, machine: Machine, how: How
 ) -> None:
     eff, dtype, queries = machine.efficiency, wide(how.dtype), seq_len / layout.cp
-    if how.flash:
+    if how.attention != "unfused":
         flops = attention_flops(dims, sequences, queries, seq_len) / layout.tp
         width = min(dims.head_dim, 128)
         fill = width / (width + eff.head_half) * (128 + eff.head_half) / 128
         # The last, part-filled blocks of a short sequence: work grows by a block of 128 keys on the diagonal.
         flops *= 1 + 128 / seq_len
-        rate = machine.peak(dtype) * fill * (eff.flash2 if how.flash2 else 1.0)
+        rate = machine.peak(dtype) * fill * {"flash": 1.0, "flash2": eff.flash2, "flash1": eff.flash1}[how.attention]
         forward, backward = flops / (rate * eff.flash), 2.5 * flops / (rate * eff.flash_backward)
         io = 2.0 * sequences * queries * (2 * dims.q_dim + 2 * dims.v_dim) / layout.tp / machine.memory_rate
         out.add("attention", max(forward, io), max(backward, 2 * io))
@@ -184,7 +187,7 @@ def _elementwise(
 def head(dims: Dims, layout: Layout, *, tokens: float, machine: Machine, how: How, chunked: bool = False) -> Pass:
     """Logits and cross-entropy over this rank's part of the vocabulary; `chunked` makes logits twice."""
     out = Pass()
-    columns = -(-dims.vocab // layout.tp)
+    columns = 128 * -(-dims.vocab // (128 * layout.tp))  # padded, as Megatron does
     forward, backward = _product(tokens, dims.hidden, columns, machine, how, wide(how.dtype))
     out.add("gemm", forward, backward + (forward if chunked else 0.0))
     loose = 1.0 if how.fused else machine.efficiency.unfused

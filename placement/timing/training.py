@@ -160,7 +160,7 @@ class _Step:
             return {}
         chosen = modules.split(",")
         again: dict[str, float] = {}
-        if not self.run.how.flash and ("attn" in chosen or not modules):
+        if self.run.how.attention == "unfused" and ("attn" in chosen or not modules):
             again["attention"] = work.forward["attention"]
             again["memory_bound"] = 0.5 * work.forward["memory_bound"]
         if "half" in chosen:
