@@ -1,0 +1,272 @@
+"""Predicted memory beside published measurements: mean error per source, out-of-memory runs caught.
+
+    python benchmarks/prediction_memory.py [--rows] [FILE.csv]
+
+A source says what it measured: what torch had allocated, what `nvidia-smi` showed (that of the process
+too), activations alone, or what came on top of the model's states; each is compared with the same quantity.
+A source's *software* decides the description used (`placement/data/memory.yaml`); nothing else of it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rolemesh.placement.hardware import HardwareError, hardware
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.memory import GIB, Software, software, training_memory
+from rolemesh.placement.memory.process import process_memory
+from rolemesh.placement.model import Experts, LatentAttention, ModelShape
+
+TRUTH = Path(__file__).parent / "data" / "truth" / "memory_truth.csv"
+UNITS = {"GB": 1e9, "GiB": GIB, "MB": 2**20, "MiB": 2**20, "bytes": 1.0}
+Row = Mapping[str, str]
+
+
+class SkippedError(ValueError):
+    """A row that cannot be compared; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row: bytes measured (None: it did not fit) and predicted, and whether a run fits by prediction."""
+
+    source: str
+    model: str
+    predicted: float
+    measured: float | None
+    fits: bool | None
+    fits_predicted: bool | None
+    line: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; returns an exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=TRUTH)
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    options = parser.parse_args(argv)
+    compared, skipped = compare(read(options.file))
+    if options.rows:
+        for row in compared:
+            print(_row_line(row))
+    print(table(compared))
+    print(f"\n{sum(map(len, skipped.values()))} rows are not compared:")
+    for reason, lines in skipped.items():
+        print(f"  {len(lines):3} {reason} (rows {', '.join(map(str, lines))})")
+    return 0
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a csv file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def compare(rows: Iterable[Row]) -> tuple[list[Compared], dict[str, list[int]]]:
+    """Each row's prediction, and the rows left out by reason (rows counted from 0)."""
+    compared, skipped = [], defaultdict(list)
+    for line, row in enumerate(rows):
+        try:
+            compared.append(_compare_row(row, line))
+        except SkippedError as reason:
+            skipped[str(reason)].append(line)
+    return compared, dict(skipped)
+
+
+def table(compared: Sequence[Compared]) -> str:
+    """Mean absolute relative error of rows that fit, and out-of-memory runs caught, by source and in total."""
+    lines = [
+        f"{'source':64} {'rows':>5} {'mean error':>11} {'bias':>7} {'median':>7} {'OOM caught':>11} {'false alarms':>13}"
+    ]
+    sources = list(dict.fromkeys(row.source for row in compared))
+    lines += [_summary(name, [row for row in compared if row.source == name]) for name in sources]
+    lines.append(_summary("all", compared))
+    return "\n".join(lines)
+
+
+def _summary(name: str, rows: Sequence[Compared]) -> str:
+    errors = [row.predicted / row.measured - 1 for row in rows if row.measured]
+    size = sorted(map(abs, errors))
+    error = f"{sum(size) / len(size):11.1%} {sum(errors) / len(errors):+7.1%} {size[len(size) // 2]:7.1%}" if size else f"{'':27}"
+    oom = [row for row in rows if row.fits is False]
+    fit = [row for row in rows if row.fits and row.fits_predicted is not None]
+    caught = sum(not row.fits_predicted for row in oom)
+    alarms = sum(not row.fits_predicted for row in fit)
+    return f"{name[:64]:64} {len(errors):5} {error} {f'{caught} of {len(oom)}':>11} {f'{alarms} of {len(fit)}':>13}"
+
+
+def _row_line(row: Compared) -> str:
+    measured = f"{row.measured / GIB:8.2f}" if row.measured else " " * 8
+    error = f"{row.predicted / row.measured - 1:+7.1%}" if row.measured else " " * 7
+    verdict = {None: "", True: "fits", False: "OOM"}
+    return (
+        f"{row.line:4} {row.source[:24]:24} {row.model[:30]:30} {measured} {row.predicted / GIB:8.2f} {error} "
+        f"{verdict[row.fits]:5} {verdict[row.fits_predicted]}"
+    )
+
+
+def _compare_row(row: Row, line: int) -> Compared:
+    what = row["memory_what"]
+    if "context" in what:
+        raise SkippedError("the memory of a process alone: it is an input of the model")
+    if row["source"].startswith("Metis"):
+        raise SkippedError("the same total for every layout and no sizes of the model: no measurement of it")
+    shape, by, run = shape_of(row), software_of(row), run_of(row)
+    layout = layout_of(row)
+    stage = None
+    if found := re.search(r"rank (\d+)", what):
+        stage = 0 if found[1] == "0" else layout.pp - 1
+    if what == "activations":
+        stage = 0
+    items = training_memory(shape, layout, by=by, stage=stage, **run)
+    process = process_memory(row["gpu_type"], layout, items) if what != "activations" else None
+    predicted = items.total
+    if what == "activations":
+        predicted = items["activations"]
+    elif what == "weights+gradients+optimizer":
+        predicted = items.resident_bytes
+    elif what.startswith("peak above model states"):
+        predicted = items.working_bytes
+    elif "nvidia-smi" in what or what == "rounded up per GPU":
+        assert process is not None
+        predicted = process.total
+    fits, fits_predicted = None, None
+    if row["kind"] == "measured" and "above" not in what:
+        fits = row["outcome"] == "fits"
+        try:
+            fits_predicted = process.total <= hardware(row["gpu_type"]).memory_bytes
+        except HardwareError:
+            fits = None
+    value = row["memory_value"]
+    ran = row["outcome"] not in ("OOM",) and not row["outcome"].startswith("OOM by") or "activations" == what
+    measured = float(value) * UNITS[row["memory_unit"]] if value and ran and "failure" not in what else None
+    return Compared(row["source"], row["model"], predicted, measured, fits, fits_predicted, line)
+
+
+def number(row: Row, key: str, default: int | None = None) -> int:
+    """A whole number of the row; SkippedError where it is missing and has no default."""
+    if row[key]:
+        return int(row[key])
+    if default is None:
+        raise SkippedError(f"no {key} given")
+    return default
+
+
+def layout_of(row: Row) -> Layout:
+    """The row's layout; dp follows from the number of GPUs."""
+    tp, pp, cp = (number(row, key, 1) for key in ("TP", "PP", "CP"))
+    gpus = number(row, "n_gpus", number(row, "DP", 0) * tp * pp * cp) or tp * pp * cp
+    dp = number(row, "DP", max(gpus // (tp * pp * cp), 1))
+    # NVIDIA's recipes cut the sequence wherever they cut tensors.
+    sp = row["SP"] == "yes" or (row["SP"] == "" and tp > 1)
+    if row["shard"].startswith("FSDP"):
+        dp = int(row["shard"][4:])
+    return Layout(tp=tp, pp=pp, cp=cp, dp=dp, vpp=number(row, "VPP", 1), ep=number(row, "EP", 1), sequence_parallel=sp and tp > 1)
+
+
+def software_of(row: Row) -> Software:
+    """The description of the software that the source ran."""
+    source, precision = row["source"], row["precision"]
+    if source.startswith("BigScience"):
+        by = software("megatron-deepspeed-bf16" if precision.startswith("bf16 (") else "megatron-deepspeed-fp16")
+        return replace(by, sharding="none") if row["shard"] == "ZeRO-0" else by
+    if source.startswith("Korthikanti"):
+        return replace(software("megatron-paper"), flash=False)
+    if "Galvatron" in source:
+        return software("galvatron")
+    if row["shard"].startswith("FSDP") or source.startswith("prime-rl"):
+        return software("fsdp2")
+    return software("nemo")
+
+
+def run_of(row: Row) -> dict[str, object]:
+    """Keyword arguments of `training_memory` that say how the row was run."""
+    notes, told = row["notes"], row["recompute"]
+    recompute = "full" if told == "full" or told.startswith("activation") else "none"
+    if told.startswith("selective"):
+        recompute = "ops" if "torchtitan" in row["source_file_or_url"] else "selective"
+    seq_len, dp = number(row, "seq_len"), number(row, "DP", 1)
+    micro_batch: float = number(row, "micro_batch", 0)
+    n_micro = 64
+    if row["global_batch"] and micro_batch:
+        n_micro = max(round(int(row["global_batch"]) / (dp * micro_batch)), 1)
+    if not micro_batch:
+        if "Galvatron" not in row["source"]:
+            raise SkippedError("no micro_batch given")
+        n_micro = number(row, "PP")  # its profiler runs as many micro-batches as stages
+        micro_batch = int(row["global_batch"]) / (dp * n_micro)
+    precision = row["precision"]
+    return {
+        "micro_batch": micro_batch,
+        "seq_len": seq_len,
+        "n_micro_batches": n_micro,
+        "recompute": recompute,
+        "dtype": "float8" if precision == "fp8" else "bfloat16",
+        "head": "chunked" if "RL head" in notes else "materialised",
+        "lora_rank": 16 if "LoRA r=16" in notes else 0,
+        "offload_activations": told == "activation CPU offload",
+        "stages": _stages(row),
+    }
+
+
+def _stages(row: Row) -> list[int] | None:
+    """Where layers do not divide, embedding and head each counted as a layer of their stage."""
+    pp, layers = number(row, "PP", 1), shape_of(row).n_layers
+    if pp == 1 or layers % pp == 0 or (layers + 2) % pp:
+        return None
+    each = (layers + 2) // pp
+    return [each - (i in (0, pp - 1)) for i in range(pp)]
+
+
+def shape_of(row: Row) -> ModelShape:
+    """The row's model; what the csv leaves out is known of the published model or follows from its size."""
+    name = row["model"]
+    for key, known in KNOWN.items():
+        if name.startswith(key):
+            return known
+    if name.startswith("Nemotron-3"):
+        raise SkippedError("Mamba layers are not modelled")
+    hidden, heads = number(row, "hidden"), number(row, "heads", 0)
+    vocab = number(row, "vocab", 51200)
+    if row["layers"]:
+        layers = int(row["layers"])
+    else:  # from the number of parameters: 12 h^2 of a layer, and the embedding
+        layers = round((float(row["params_b"]) * 1e9 - vocab * hidden) / (12 * hidden**2))
+    ffn = number(row, "ffn")
+    if name.startswith("GPT"):
+        return ModelShape.gpt(layers, hidden, heads or hidden // 128, vocab, 2048, ffn=ffn)
+    qwen = name.startswith("Qwen3")
+    head_dim = 128 if qwen else hidden // heads
+    tied = qwen and hidden <= 2560
+    return ModelShape(
+        "llama", layers, hidden, ffn, heads, number(row, "kv_heads", heads), head_dim, vocab, 8192, tied=tied, qk_norm=qwen
+    )
+
+
+def _moe(layers: int, hidden: int, heads: int, kv: int, vocab: int, experts: Experts, ffn: int = 1, **more: object) -> ModelShape:
+    return ModelShape("qwen3_moe", layers, hidden, ffn, heads, kv, 128, vocab, 8192, moe=experts, **more)  # type: ignore[arg-type]
+
+
+KNOWN = {
+    "Qwen3-30B-A3B": _moe(48, 2048, 32, 4, 151936, Experts(128, 8, 768), qk_norm=True),
+    "Qwen3-235B-A22B": _moe(94, 4096, 64, 4, 151936, Experts(128, 8, 1536), qk_norm=True),
+    # INTELLECT-3 is trained from GLM-4.5-Air (glm4.5-106B-A12B of model_arch.csv).
+    "INTELLECT-3": _moe(46, 4096, 96, 8, 151552, Experts(128, 8, 1408, 1408, dense_layers=(0,)), 10944, qkv_bias=True),
+    "Moonlight-16B-A3B": ModelShape(
+        "deepseek_v3", 27, 2048, 11264, 16, 16, 192, 163840, 8192,
+        moe=Experts(64, 6, 1408, 2816, dense_layers=(0,)), latent=LatentAttention(512, 64, 128, 128),
+    ),
+    "Nemotron4-15B": ModelShape("nemotron", 32, 6144, 24576, 48, 8, 128, 256000, 4096, gated=False, norm_bias=True),
+    "GPT-52B": ModelShape.gpt(64, 8192, 64, 50257, 1024),
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
