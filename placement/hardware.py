@@ -102,6 +102,12 @@ def hardware(name: str) -> HardwareProfile:
     return found
 
 
+def canonical(name: str) -> str:
+    """The profile's name of a device type; a type without a profile as it is."""
+    found = _by_name().get(_plain(name))
+    return found.name if found else name
+
+
 @functools.cache
 def profiles() -> Mapping[str, HardwareProfile]:
     """Every profile that comes with the package, by name."""
