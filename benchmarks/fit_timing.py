@@ -74,7 +74,7 @@ PRIORS = (
     Prior("a6000", "power", 0.90, 0.15, "boost clock against sustained"),
     Prior("common", "tile_start", 256.0, 0.5, GUESS),
     Prior("common", "wave_weight", 0.5, 0.5, "between stream-K (0) and whole waves (1)"),
-    Prior("common", "misaligned", 3.0, 0.3, "NVIDIA deep-learning performance guide, figure on alignment"),
+    Prior("common", "misaligned", 16.0, 0.5, "NVIDIA deep-learning performance guide, figure on alignment"),
     Prior("common", "unaligned", 1.15, 0.1, "NVIDIA deep-learning performance guide, figure on alignment"),
     Prior("common", "head_half", 32.0, 0.3, FA),
     Prior("common", "unfused", 1.6, 0.25, "operators of an eager graph against a fused one"),
@@ -82,7 +82,10 @@ PRIORS = (
     Prior("common", "host", 4e-4, 0.5, GUESS),
     Prior("common", "moe_host", 1.5e-3, 0.5, GUESS),
     Prior("common", "moe_extra", 3e-4, 0.5, GUESS),
-    Prior("common", "link", 0.9, 0.08, "comm_truth.csv at large sizes with NVLink SHARP; 0.8 without it"),
+    Prior("volta", "link", 0.87, 0.06, "NCCL tests: about 130 of 150 GB/s"),
+    Prior("ampere", "link", 0.78, 0.06, "NCCL tests: about 235 of 300 GB/s"),
+    Prior("hopper", "link", 0.95, 0.08, "comm_truth.csv: 480 of 450 GB/s for all-reduce in the switch, 370 else"),
+    Prior("blackwell", "link", 0.85, 0.1, "as Hopper"),
     Prior("common", "network", 0.85, 0.1, "NCCL tests over InfiniBand"),
     Prior("common", "overlap", 0.85, 0.1, GUESS),
     Prior("common", "step_fixed", 0.02, 0.7, GUESS),
@@ -98,7 +101,7 @@ def constants(device: str, theta: dict[tuple[str, str], float]) -> Efficiency:
     values: dict[str, float] = {}
     for where in ("common", generation(device), device):
         values.update({name: value for (place, name), value in theta.items() if place == where})
-    for name in ("overlap", "link", "network", "memory", "wave_weight"):
+    for name in ("overlap", "network", "memory", "wave_weight"):
         values[name] = min(values[name], 1.0)
     return Efficiency(**values)
 

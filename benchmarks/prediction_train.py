@@ -98,7 +98,9 @@ def links_of(device: str, source: str) -> Links:
     """Typical links of the device, or what the source says of its cluster."""
     *_, per_node, intra, inter = DEVICES[device]
     if source.startswith("BigScience 176B"):
-        inter = 6.25e9  # Jean Zay: four 100 Gb/s Omni-Path links for eight A100
+        # Jean Zay, BLOOM model card: "8 GPUs per node using NVLink 4 inter-gpu connects, 4 OmniPath links".
+        # Four links between a pair is a board of four (inferred); boards meet over PCIe 4 x16, shared by two.
+        return Links(per_node, intra, 6.25e9, island=4, island_link=16e9)
     if source.startswith("BigScience GPT-2"):
         per_node = 4  # Jean Zay: four V100 on a node, four 100 Gb/s links
     return Links(per_node=per_node, intra=intra, inter=inter)
@@ -179,11 +181,12 @@ def run_of(row: Row, dtype: str) -> Run:
     source, notes, recompute = row["source"], row["notes"], recompute_of(row["recompute"])
     old = Run(How(dtype, attention="unfused", dropout=True), recompute, "none", False, grad_bytes=2.0)
     if source.startswith("Megatron-LM"):
-        return replace(old, shard="zero3", overlap_dp=True) if row["shard"] == "ZeRO-3" else old
+        return replace(old, shard="zero3", overlap_dp=True, gathers=12) if row["shard"] == "ZeRO-3" else old
     if source.startswith(("Korthikanti", "BigScience GPT-2")):
         return old
     if source.startswith("BigScience"):
-        wide = 4.0 if "fp32" in row["precision"] else 2.0
+        # DeepSpeed's pipeline engine sums gradients by all-reduce: twice a reduce-scatter's bytes.
+        wide = 8.0 if "fp32" in row["precision"] else 4.0
         return replace(old, shard="none" if row["shard"] == "ZeRO-0" else "zero1", grad_bytes=wide)
     if source.startswith("MosaicML"):
         shard = "zero2" if row["shard"] == "SHARD_GRAD_OP" else "zero3"
@@ -200,7 +203,8 @@ def run_of(row: Row, dtype: str) -> Run:
         dense = not any(row["model"].startswith(name) for name in (*MOE, "GPT OSS", "Qwen3-Next"))
         how = How(dtype, lora="LoRA" in row["model"])
         shard = "zero3" if "FSDP" in row["shard"] else "zero1"
-        overlap = "1F1B comm overlap" in notes
+        # Bridge's recipes overlap dispatch and combine where experts span nodes.
+        overlap = "1F1B comm overlap" in notes or source.startswith("NVIDIA")
         return Run(how, recompute, shard, overlap_tp=dense, overlap_ep=overlap, grad_bytes=2.0)
     return Run(How(dtype), recompute)
 

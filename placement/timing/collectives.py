@@ -1,7 +1,8 @@
 """Seconds of collectives over a group of devices: latency and bandwidth, ring or tree, one node or many.
 
-Rates follow NCCL's two protocols: a low-latency one that reaches a part of the link's rate, and a simple
-one that reaches nearly all of it after a fixed start. The quicker of the two counts, as NCCL's tuner chooses.
+Latencies and the three protocols (LL, LL128, Simple) are those of NCCL's own tuner (`src/graph/tuning.cc`): a
+protocol has a start, a latency for each step inside a node and between nodes, and a share of the link's rate. The
+quickest protocol and algorithm counts, as NCCL chooses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 
 from rolemesh.placement.timing.efficiency import Efficiency
 from rolemesh.placement.timing.links import Links
+
+# (start, seconds of a step inside a node, between nodes, share of the link's rate)
+PROTOCOLS = ((6.6e-6, 0.6e-6, 2.7e-6, 0.5), (14.0e-6, 1.9e-6, 4.0e-6, 0.92), (8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 
 
 @dataclass(frozen=True)
@@ -33,47 +37,66 @@ class Group:
 
 def all_reduce(size: float, group: Group, links: Links, eff: Efficiency) -> float:
     """Every rank ends with the sum of `size` bytes."""
-    return _collective(2.0, size, group, links, eff)
+    n, nodes = group.size, group.nodes
+    if n <= 1 or size <= 0:
+        return 0.0
+    ring = _ring(2, size, group, links, eff)
+    if nodes == 1:
+        return ring
+    # A tree over the nodes: up and down, log2 of them deep; NCCL reckons its rate at nine tenths of a ring's.
+    moved = _rounds(2, size, group, links, eff) / 0.9
+    tree = min(
+        start + 2 * ((group.per_node - 1) * inside + math.log2(nodes) * between) * links.latency + moved / share
+        for start, inside, between, share in PROTOCOLS
+    )
+    return min(ring, tree)
 
 
 def all_gather(size: float, group: Group, links: Links, eff: Efficiency) -> float:
-    """Every rank ends with `size` bytes, of which it had its share."""
-    return _collective(1.0, size, group, links, eff)
+    """Every rank ends with `size` bytes, of which it had its share. There is no tree for this."""
+    return _ring(1, size, group, links, eff) if group.size > 1 and size > 0 else 0.0
 
 
 reduce_scatter = all_gather  # the same bytes cross the same links the other way round
 
 
-def _collective(rounds: float, size: float, group: Group, links: Links, eff: Efficiency) -> float:
+def _rounds(rounds: int, size: float, group: Group, links: Links, eff: Efficiency) -> float:
+    """Seconds that the bytes take on the slower of the links inside a node and between nodes."""
     n, nodes = group.size, group.nodes
-    if n <= 1 or size <= 0:
-        return 0.0
-    start = eff.collective_start
-    if nodes == 1:
-        busy = rounds * (n - 1) / n * size / (links.intra * eff.link)
-        quick = start + rounds * (n - 1) * links.intra_latency + busy / eff.quick_share
-        return min(quick, start + eff.simple_start + rounds * (n - 1) * links.intra_latency + busy)
-    # Every node forwards all other nodes' bytes through the group's own network cards there.
     inside = rounds * (n - 1) / n * size / (links.intra * eff.link) if group.per_node > 1 else 0.0
+    if nodes == 1:
+        island = links.island or links.per_node
+        if n <= island:
+            return inside
+        parts = math.ceil(n / island)
+        across = rounds * (parts - 1) / parts * size / (links.island_link * eff.network * island)
+        return max(inside, across)
+    # Every node forwards all other nodes' bytes, through the network cards of the group's ranks there.
     between = rounds * (nodes - 1) / nodes * size / (links.inter * eff.network * group.per_node)
-    # A tree has log2 hops and sends the bytes as often as a ring does.
-    hops = rounds * min(nodes - 1, 2 * math.log2(nodes)) * links.inter_latency
-    steps = rounds * (group.per_node - 1) * links.intra_latency
-    return start + eff.simple_start + hops + steps + max(inside, between)
+    return max(inside, between)
+
+
+def _ring(rounds: int, size: float, group: Group, links: Links, eff: Efficiency) -> float:
+    moved = _rounds(rounds, size, group, links, eff)
+    between_steps = rounds * (group.nodes - 1)
+    inside_steps = rounds * (group.size - 1) - between_steps
+    return min(
+        start + (inside_steps * inside + between_steps * between) * links.latency + moved / share
+        for start, inside, between, share in PROTOCOLS
+    )
 
 
 def send(size: float, crosses_nodes: bool, links: Links, eff: Efficiency) -> float:
     """From one rank to another."""
     if size <= 0:
         return 0.0
+    start, inside, between, _ = PROTOCOLS[2]
     if crosses_nodes:
-        return eff.collective_start + links.inter_latency + size / (links.inter * eff.network)
-    return eff.collective_start + links.intra_latency + size / (links.intra * eff.link)
+        return start + between * links.latency + size / (links.inter * eff.network)
+    return start + inside * links.latency + size / (links.intra * eff.link)
 
 
-def all_to_all(
-    tokens: float, token_bytes: float, copies: int, group: Group, links: Links, eff: Efficiency
-) -> float:
+def all_to_all(tokens: float, token_bytes: float, copies: int, group: Group, links: Links, eff: Efficiency) -> float:
     """Each of a rank's `tokens` goes to the ranks of `copies` experts, evenly spread over the group.
 
     A token crosses to another node once for all its experts there and fans out inside it (DeepSeek's and
@@ -82,11 +105,12 @@ def all_to_all(
     n, nodes = group.size, group.nodes
     if n <= 1 or tokens <= 0:
         return 0.0
+    start, step, between_step, _ = PROTOCOLS[2]
     ranks = n * (1 - (1 - 1 / n) ** copies)  # distinct ranks touched by one token, of which one may be itself
     inside = tokens * token_bytes * ranks * (n - 1) / n / (links.intra * eff.link)
     between = 0.0
     if nodes > 1:
         touched = nodes * (1 - (1 - 1 / nodes) ** copies)
         between = tokens * token_bytes * touched * (nodes - 1) / nodes / (links.inter * eff.network)
-    hops = links.inter_latency if nodes > 1 else links.intra_latency
-    return 2 * eff.collective_start + hops + max(inside, between)
+    hops = (between_step if nodes > 1 else 0.0) + step
+    return start + hops * links.latency + max(inside, between)

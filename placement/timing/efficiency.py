@@ -36,8 +36,6 @@ class Efficiency:
             experts; twice that backward. A layer never takes less unless its kernels are recorded.
         moe_extra: seconds a layer with experts adds in one pass (routing, sorting, synchronising).
         link, network: share of the link's rate inside and between nodes.
-        quick_share: share of the link's rate of the low-latency protocol.
-        collective_start: seconds before a collective moves a byte; `simple_start` more of the simple protocol.
         overlap: share of communication meant to be hidden that costs the computation nothing.
         step_fixed: seconds of each step outside of all this (host work, gradient norm, logging).
         jitter: how much each doubling of the number of devices lengthens a step.
@@ -68,9 +66,6 @@ class Efficiency:
     moe_extra: float = 3e-4
     link: float = 0.9
     network: float = 0.85
-    quick_share: float = 0.5
-    collective_start: float = 12e-6
-    simple_start: float = 80e-6
     overlap: float = 0.85
     step_fixed: float = 0.02
     jitter: float = 0.002

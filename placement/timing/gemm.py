@@ -11,11 +11,16 @@ from rolemesh.placement.timing.efficiency import Machine
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 
 
-def gemm_seconds(m: int, n: int, k: int, machine: Machine, dtype: str, batch: int = 1) -> float:
-    """`batch` products [m, k] x [k, n] in one kernel; the quickest of the tile sizes counts."""
+def gemm_seconds(
+    m: int, n: int, k: int, machine: Machine, dtype: str, batch: int = 1, rows: tuple[int, ...] = ()
+) -> float:
+    """`batch` products [m, k] x [k, n] in one kernel; the quickest of the tile sizes counts.
+
+    `rows` are the lengths of the operands' rows in memory, for alignment.
+    """
     if min(m, n, k, batch) <= 0:
         return 0.0
-    return _gemm(int(m), int(n), int(k), int(batch), _rates(machine, dtype))
+    return _gemm(int(m), int(n), int(k), int(batch), rows, _rates(machine, dtype))
 
 
 def _rates(machine: Machine, dtype: str) -> tuple[float, ...]:
@@ -26,21 +31,21 @@ def _rates(machine: Machine, dtype: str) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=400_000)
-def _gemm(m: int, n: int, k: int, batch: int, rates: tuple[float, ...]) -> float:
+def _gemm(m: int, n: int, k: int, batch: int, rows: tuple[int, ...], rates: tuple[float, ...]) -> float:
     rate, units, memory, size, tile_start, wave_weight, misaligned, unaligned = rates
     ideal = 2.0 * m * n * k * batch / rate
     # Each tile starts and ends with as much time as `tile_start` columns of k cost.
     k_padded = k + tile_start
     best = math.inf
-    for rows, columns, share in TILES if units > 1 else ((16, 16, 1.0),):
-        for height, width in ((rows, columns), (columns, rows)):
+    for long, short, share in TILES if units > 1 else ((16, 16, 1.0),):
+        for height, width in ((long, short), (short, long)):
             waves = batch * math.ceil(m / height) * math.ceil(n / width) / units
             waves = wave_weight * math.ceil(waves) + (1 - wave_weight) * max(waves, 1.0)
             best = min(best, waves * 2.0 * height * width * k_padded * units / (rate * share))
     traffic = batch * (size * (m * k + k * n) + 2.0 * m * n) / memory
     # Rows that are no multiple of 16 bytes miss the tensor cores' wide loads; of 128 bytes, whole cache lines.
-    if (k * size) % 16 or (n * 2) % 16:
+    if any((row * size) % 16 for row in rows):
         best = max(best, ideal * misaligned)
-    elif (k * size) % 128 or (n * 2) % 128:
+    elif any((row * size) % 128 for row in rows):
         best *= unaligned
     return max(best, traffic)

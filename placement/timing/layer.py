@@ -83,9 +83,15 @@ def decoder_layer(
 
 def _product(tokens: float, k: int, n: int, machine: Machine, how: How, dtype: str) -> tuple[float, float]:
     """Seconds of x W forward, and of both gradients."""
-    forward = gemm_seconds(round(tokens), n, k, machine, dtype)
-    data = gemm_seconds(round(tokens), k, n, machine, dtype)
-    weights = 0.0 if how.lora else gemm_seconds(k, n, round(tokens), machine, dtype)
+    return _grouped(tokens, k, n, machine, how, dtype, 1)
+
+
+def _grouped(
+    tokens: float, k: int, n: int, machine: Machine, how: How, dtype: str, groups: int
+) -> tuple[float, float]:
+    forward = gemm_seconds(round(tokens), n, k, machine, dtype, groups, (k, n))
+    data = gemm_seconds(round(tokens), k, n, machine, dtype, groups, (k, n))
+    weights = 0.0 if how.lora else gemm_seconds(k, n, round(tokens), machine, dtype, groups, (k, n))
     return forward, data + weights
 
 
@@ -134,8 +140,9 @@ def _attention(
         out.add("attention", max(forward, io), max(backward, 2 * io))
         return
     batch = max(1, sequences * dims.n_heads // layout.tp)
-    scores = gemm_seconds(round(queries), seq_len, dims.head_dim, machine, dtype, batch)
-    values = gemm_seconds(round(queries), dims.v_dim // dims.n_heads, seq_len, machine, dtype, batch)
+    scores = gemm_seconds(round(queries), seq_len, dims.head_dim, machine, dtype, batch, (dims.head_dim,))
+    width = dims.v_dim // dims.n_heads
+    values = gemm_seconds(round(queries), width, seq_len, machine, dtype, batch, (width,))
     numbers = batch * queries * seq_len / machine.memory_rate
     # Scores are written, scaled and softmaxed (read, write), dropped (read, write, mask), read.
     drop = 5 if how.dropout else 0
@@ -152,11 +159,8 @@ def _experts(out: Pass, dims: Dims, layout: Layout, tokens: float, machine: Mach
     each = max(1.0, routed / here)
     for k, n, cut in dims.ffn_weights(dims.expert_ffn):
         k, n = (k // layout.etp if cut == "in" else k), (n // layout.etp if cut == "out" else n)
-        forward = gemm_seconds(round(each), n, k, machine, how.dtype, here)
-        data = gemm_seconds(round(each), k, n, machine, how.dtype, here)
-        weights = 0.0 if how.lora else gemm_seconds(k, n, round(each), machine, how.dtype, here)
-        out.add("experts", forward, data + weights)
-        _casts(out, routed, k, n * here / max(1, here), machine, how)
+        out.add("experts", *_grouped(each, k, n, machine, how, how.dtype, here))
+        _casts(out, routed, k, n, machine, how)
     # Sorting tokens by expert and back: read and write, both ways, once more for the backward pass.
     moved = 2 * 4.0 * routed * dims.hidden / machine.memory_rate
     act = _activation_bytes(dims.gated) * routed * dims.expert_ffn / layout.etp / machine.memory_rate

@@ -56,6 +56,7 @@ class Run:
         overlap_dp: gradients and weights move while the first and last micro-batches compute.
         overlap_tp: tensor-parallel collectives run in pieces beside the products; `overlap_ep` likewise.
         grad_bytes: bytes of one gradient on the wire.
+        gathers: collectives in which a layer's weights and gradients move under zero2 and zero3.
         chunked_head: logits are made again in the backward pass, a chunk at a time.
     """
 
@@ -67,6 +68,7 @@ class Run:
     overlap_ep: bool = False
     grad_bytes: float = 4.0
     chunked_head: bool = False
+    gathers: int = 1
 
 
 def stage_layers(n_layers: int, pp: int, vpp: int = 1) -> list[int]:
@@ -311,9 +313,10 @@ class _Step:
         total = 0.0
         gather = scatter = both = 0.0
         trained = 0.0 if run.how.lora else 1.0
+        pieces = max(1, self.dims.n_layers * run.gathers) if run.shard in ("zero2", "zero3") else 1
         for params, group in zip(self._rank_params(), self._groups(), strict=True):
-            gather += net.all_gather(2.0 * params, group, links, eff)
-            scatter += trained * net.reduce_scatter(run.grad_bytes * params, group, links, eff)
+            gather += pieces * net.all_gather(2.0 * params / pieces, group, links, eff)
+            scatter += trained * pieces * net.reduce_scatter(run.grad_bytes * params / pieces, group, links, eff)
             both += trained * net.all_reduce(run.grad_bytes * params, group, links, eff)
         if run.shard in ("zero2", "zero3"):
             gathers = 2 if run.shard == "zero3" else 1
