@@ -126,7 +126,7 @@ def _compare_row(row: Row, line: int) -> Compared:
     if what == "activations":
         stage = 0
     items = training_memory(shape, layout, by=by, stage=stage, **run)
-    process = process_memory(row["gpu_type"], layout, items) if what != "activations" else None
+    process = process_memory(items, row["gpu_type"], layout, by, without=row["source"]) if what != "activations" else None
     predicted = items.total
     if what == "activations":
         predicted = items["activations"]
@@ -136,7 +136,7 @@ def _compare_row(row: Row, line: int) -> Compared:
         predicted = items.working_bytes
     elif "nvidia-smi" in what or what == "rounded up per GPU":
         assert process is not None
-        predicted = process.total
+        predicted = process.total + items.cached
     fits, fits_predicted = None, None
     if row["kind"] == "measured" and "above" not in what:
         fits = row["outcome"] == "fits"
@@ -180,7 +180,12 @@ def software_of(row: Row) -> Software:
     if source.startswith("Korthikanti"):
         return replace(software("megatron-paper"), flash=False)
     if "Galvatron" in source:
-        return software("galvatron")
+        by = software("galvatron")
+        return by if "vtp" in row["notes"].split("flags ")[-1].split("(")[0] else replace(by, cut_vocab=False)
+    if "torchtitan" in row["source_file_or_url"]:
+        return software("fsdp2-compiled")
+    if "Megatron-Bridge" in source:
+        return software("megatron-bridge-lean" if "Moonlight" in row["model"] else "megatron-bridge")
     if row["shard"].startswith("FSDP") or source.startswith("prime-rl"):
         return software("fsdp2")
     return software("nemo")

@@ -17,12 +17,15 @@ class MemoryItems(Mapping[str, float]):
         working: there only while the operation runs (activations, KV cache, buffers).
         stage: pipeline stage of that rank.
         phase: part of the operation in which the device is fullest.
+        cached: bytes of its other phases; a caching allocator may go on holding them, and gives them up
+            before it runs out.
     """
 
     resident: Mapping[str, float] = field(default_factory=dict)
     working: Mapping[str, float] = field(default_factory=dict)
     stage: int = 0
     phase: str = ""
+    cached: float = 0.0
 
     def __post_init__(self) -> None:
         for part in ("resident", "working"):

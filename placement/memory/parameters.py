@@ -19,7 +19,7 @@ class RankParams:
         experts: routed experts' parameters on this rank.
         layer: of the largest layer, the unit that ZeRO-3 gathers.
         ends: embedding, positions, last norm and head on this stage.
-        largest: of the largest single matrix.
+        largest: of the embedding's (head's) matrix where the stage has one, else of the largest other.
     """
 
     dense: int
@@ -70,7 +70,7 @@ def _rank_params(
     )
     ends, matrix = _ends(shape, layout, stage, padded)
     kinds = [dense_layer] * (len(mine) > n_moe) + [moe_layer + experts] * (n_moe > 0)
-    largest = max(matrix, _largest(shape, layout) if len(mine) > n_moe else 0)
+    largest = matrix or (_largest(shape, layout) if len(mine) > n_moe else 0)
     return RankParams(
         dense=(len(mine) - n_moe) * dense_layer + n_moe * moe_layer + ends,
         experts=n_moe * experts,

@@ -42,10 +42,14 @@ class Software:
         imbalance: tokens of the fullest rank's experts, against the mean.
         gathered: bytes per parameter of a layer that is whole on the device for its turn (ZeRO-3), frozen.
         gathered_grad: further bytes where it is trained.
-        gathered_ends, ends_grad: the same for embedding and head.
+        gathered_ends, ends_grad: the same for the embedding's or head's matrix.
+        ends_stay: that matrix stays whole while the layers go backward.
+        cut_vocab: tensor-parallel ranks share out the vocabulary.
         schedule: order of micro-batches: `1f1b`, or `gpipe` (all forward passes, then all backward).
         stage_outputs: a stage keeps what it sent on until the backward pass.
         buckets: bytes of communication buffers that stay.
+        expandable: the allocator maps memory in pieces (`expandable_segments`), so that little is lost
+            between blocks.
     """
 
     name: str
@@ -67,9 +71,12 @@ class Software:
     gathered_grad: float = 0
     gathered_ends: float = 0
     ends_grad: float = 0
+    ends_stay: bool = False
+    cut_vocab: bool = True
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     stage_outputs: bool = False
     buckets: float = 0
+    expandable: bool = False
 
     def __post_init__(self) -> None:
         if self.sharding not in get_args(Sharding):

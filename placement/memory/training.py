@@ -22,7 +22,7 @@ from rolemesh.placement.memory.software import Software, software
 from rolemesh.placement.model import ModelShape
 
 FUSED_LOGITS = 3  # the logits, their gradient, and a transposed copy of one of them
-CHUNK_TOKENS = 1024  # of a head that makes the logits of a few tokens at a time
+CHUNK_LOGITS = 1 << 24  # of a head that makes the logits of a few tokens at a time
 
 
 def training_memory(
@@ -126,8 +126,10 @@ class _Plan:
             "head": self._head_moment(stage, params),
             "step": self._step_moment(params, adapters),
         }
-        phase = max(moments, key=lambda name: sum(moments[name].values()))
-        return MemoryItems(states, moments[phase], stage, phase)
+        sizes = {name: sum(moment.values()) for name, moment in moments.items()}
+        phase = max(sizes, key=lambda name: sizes[name])
+        cached = min(sizes["step"], max(sizes["layer"], sizes["head"]))
+        return MemoryItems(states, moments[phase], stage, phase, cached)
 
     def _mine(self, stage: int) -> tuple[int, int]:
         """(dense, mixture-of-experts) layers of the stage."""
@@ -189,7 +191,8 @@ class _Plan:
             "activations": self._kept(stage),
             "recomputed layer": again,
             "activation gradients": backward,
-            "gathered weights": self._gathered(params),
+            "gathered weights": self._gathered_layer(params) + self.by.ends_stay * self._gathered_ends(params),
+            "logits": self._kept_logits(stage),
             "stage transfers": 2 * (self.layout.pp > 1) * layer_input_bytes(self.shape, self.layout, self.run),
         }
 
@@ -201,15 +204,15 @@ class _Plan:
         each = {
             "fused": FUSED_LOGITS * self.run.dtype_bytes,
             "materialised": self.by.logit,
-            "chunked": self.by.logit * min(1.0, CHUNK_TOKENS / self.run.tokens),
+            "chunked": self.by.logit * min(1.0, CHUNK_LOGITS / logits),
         }[self.head]
         if self.shape.n_labels is not None:
             logits, each = self.run.tokens * self.shape.n_labels, 12
         return {
             "activations": self._kept(stage),
-            "logits": logits * each,
+            "logits": logits * each + self._kept_logits(stage),
             "head input": 3 * layer_input_bytes(self.shape, self.layout, self.run),
-            "gathered weights": self._gathered(params),
+            "gathered weights": self._gathered_ends(params),
         }
 
     def _step_moment(self, params: RankParams, adapters: int) -> Mapping[str, float]:
@@ -221,8 +224,18 @@ class _Plan:
         experts = params.experts / (expert_ranks if shared else 1)
         return {"optimizer step": self.by.step * (dense + experts)}
 
-    def _gathered(self, params: RankParams) -> float:
-        """Whole weights of the layers in turn and of embedding and head, with ZeRO-3."""
-        grad = not self.lora_rank
-        layer = params.layer * (self.by.gathered + grad * self.by.gathered_grad)
-        return layer + params.ends * (self.by.gathered_ends + grad * self.by.ends_grad)
+    def _kept_logits(self, stage: int) -> float:
+        """fp32 probabilities of the micro-batches that wait for their backward pass behind the last stage."""
+        if stage != self.layout.pp - 1 or self.by.schedule != "gpipe":
+            return 0.0
+        waiting = self._in_flight(stage) - 1
+        return waiting * 4 * self.run.tokens * vocab_rows(self.shape, self.layout)
+
+    def _gathered_layer(self, params: RankParams) -> float:
+        """Whole weights of the layers in turn, with ZeRO-3."""
+        return params.layer * (self.by.gathered + (not self.lora_rank) * self.by.gathered_grad)
+
+    def _gathered_ends(self, params: RankParams) -> float:
+        """The same of the embedding's or head's matrix."""
+        matrix = params.largest * (1 if self.by.cut_vocab else self.layout.tp)
+        return (params.ends > 0) * matrix * (self.by.gathered_ends + (not self.lora_rank) * self.by.ends_grad)
