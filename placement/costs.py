@@ -19,7 +19,8 @@ class DeviceSet:
     """Devices of one type that a pool may be given: `counts[i]` of them on its i-th node.
 
     `groups[i]` names the topology group of that node (NVLink domain, rail, switch); empty where it is not
-    known. Nodes that agree in type, count and group are interchangeable.
+    known. The names compare within one set only: those of two sets say nothing of each other. Nodes that
+    agree in type, count and group are interchangeable.
     """
 
     device_type: str
@@ -83,8 +84,14 @@ class Costs(Protocol):
         source_devices: DeviceSet,
         target: RoleCost,
         target_devices: DeviceSet,
+        *,
+        together: bool,
     ) -> float:
-        """Seconds of a transfer of weights between two roles' layouts; both pools are busy meanwhile."""
+        """Seconds of a transfer of weights between two roles' layouts; both pools are busy meanwhile.
+
+        `together`: both are on the same devices; two sets of equal devices may also be two pools. Of the
+        options only the layouts and `offload` may matter.
+        """
         ...
 
     def device_bytes(self, device_type: str) -> float:
