@@ -77,6 +77,10 @@ class Lengths(ABC):
         expect = keys.get("expect")
         if expect is None:
             return Fixed(maximum)
+        if not isinstance(expect, Mapping):
+            raise LengthsError(
+                f"lengths.expect must be a mapping such as {{mean: 1, p95: 3}}, got {expect!r}"
+            )
         kind = expect.get("kind", "lognormal")
         if kind not in _KINDS:
             raise LengthsError(
@@ -279,7 +283,7 @@ def log_normal(mean: float, p95: float, maximum: float = math.inf) -> Lengths:
             f"mean {mean:g}, 95th percentile {p95:g}, at most {maximum:g} tokens: the mean must be above 0 "
             "and below both"
         )
-    if mean == p95 or mean == maximum:
+    if mean in (p95, maximum):
         return Fixed(mean)
 
     def spread(sigma: float) -> LogNormal:
@@ -305,11 +309,9 @@ def log_normal(mean: float, p95: float, maximum: float = math.inf) -> Lengths:
 def _longest(lengths: LogNormal, n: int) -> float:
     """The integral of P(longest > t) over t, by Simpson's rule over z = (log t - mu) / sigma."""
     _check_n(n)
-    end = (
-        min(lengths._z(lengths.cut), lengths.sigma + _FAR)
-        if math.isfinite(lengths.cut)
-        else lengths.sigma + _FAR
-    )
+    end = lengths.sigma + _FAR
+    if math.isfinite(lengths.cut):
+        end = min(lengths._z(lengths.cut), end)
     if end <= -_FAR:
         return lengths.cut
     z = np.linspace(-_FAR, end, 2001)

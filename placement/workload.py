@@ -55,7 +55,7 @@ class Workload:
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any], folder: str | Path = ".") -> Workload:
-        """Read the sections `algorithm`, `batch`, `data` and `lengths` of a recipe, its defaults filled in.
+        """Read the sections `algorithm`, `batch`, `data` and `lengths` of a recipe that has its defaults.
 
         Prompts count as long as `data.max_prompt_tokens` allows. A file of lengths is relative to `folder`.
         Raises WorkloadError for a missing number, LengthsError for lengths that cannot be.

@@ -173,3 +173,31 @@ def test_a_pools_device_type_is_known_by_all_its_names():
     assert fit_pools([pool], cluster).nodes["train"] == (("b", 8),)
     with pytest.raises(PlacementError, match=r"device type 'a100-80' \(there are types: H100, V100\)"):
         fit_pools([dataclasses.replace(pool, where=Where(device="a100-80"))], cluster)
+
+
+def test_a_head_without_devices_in_a_cluster_file_is_no_obstacle():
+    cluster = ClusterSpec.from_yaml(
+        "nodes: [{name: head, cpus: 8}, {name: worker, device: h100-80, devices: 4}]"
+    )
+    assert fit_pools([PoolSpec("a", ("actor",), (4,))], cluster).nodes == {"a": (("worker", 4),)}
+    assert cluster.device_types == {"h100-80": 4}
+    assert [len(nodes) for nodes in cluster.alike()] == [1]
+
+
+def test_a_node_with_another_kind_of_device_is_seen_in_the_message():
+    cluster = ClusterSpec.from_yaml(
+        "nodes: [{name: n1, device: h100-80, devices: 1}, {name: n2, resources: {TPU: 1}}]"
+    )
+    with pytest.raises(PlacementError, match=r"n1: 1 devices of type h100-80.*\n.*n2: 0 devices, 1 TPU"):
+        fit_pools([PoolSpec("a", ("actor",), (1, 1))], cluster)
+
+
+def test_a_label_that_no_node_has_is_named_with_those_that_exist():
+    cluster = ClusterSpec.from_yaml(
+        "nodes: [{devices: 4, labels: {kind: big}}, {devices: 4, labels: {kind: small}}]"
+    )
+    trainer = PoolSpec("trainer", ("actor",), (4,), where=Where(labels={"kind": "big"}))
+    assert fit_pools([trainer], cluster).nodes["trainer"] == (("node-0", 4),)
+    reward = PoolSpec("reward", ("reward",), (1,), where=Where(labels={"kind": "tiny"}))
+    with pytest.raises(PlacementError, match=r"label kind=tiny \(there are labels: kind=big, kind=small\)"):
+        fit_pools([trainer, reward], cluster)

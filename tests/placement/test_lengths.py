@@ -153,6 +153,7 @@ def test_a_recipes_lengths_are_read():
         ({"max_response_token": 9}, r"no key 'max_response_token'.*did you mean max_response_tokens"),
         ({"max_response_tokens": 9, "expect": {"kind": "lognorm"}}, r"'lognorm'.*did you mean lognormal"),
         ({"max_response_tokens": 9, "expect": {"mean": 3, "p9": 4}}, r"no key 'p9'.*did you mean p95"),
+        ({"max_response_tokens": 9, "expect": 3}, "lengths.expect must be a mapping"),
         ({"max_response_tokens": 9, "expect": {"mean": 3}}, "lengths.expect lacks p95"),
     ],
 )
