@@ -77,7 +77,7 @@ PRIORS = (
     Prior("common", "misaligned", 16.0, 0.5, "NVIDIA deep-learning performance guide, figure on alignment"),
     Prior("common", "unaligned", 1.15, 0.1, "NVIDIA deep-learning performance guide, figure on alignment"),
     Prior("common", "head_half", 32.0, 0.3, FA),
-    Prior("common", "unfused", 1.6, 0.25, "operators of an eager graph against a fused one"),
+    Prior("common", "unfused", 1.4, 0.1, "casts and copies of an eager graph beyond the operators counted"),
     Prior("common", "kernel", 4e-6, 0.4, GUESS),
     Prior("common", "host", 4e-4, 0.5, GUESS),
     Prior("common", "moe_host", 1.5e-3, 0.5, GUESS),
@@ -88,7 +88,7 @@ PRIORS = (
     Prior("blackwell", "link", 0.85, 0.1, "as Hopper"),
     Prior("common", "network", 0.85, 0.1, "NCCL tests over InfiniBand"),
     Prior("common", "overlap", 0.85, 0.1, GUESS),
-    Prior("common", "step_fixed", 0.02, 0.7, GUESS),
+    Prior("common", "step_fixed", 0.03, 0.4, GUESS),
     Prior("common", "jitter", 0.003, 0.5, "Llama 3 paper: MFU 43 to 41% from 8k to 16k devices"),
     Prior("common", "imbalance", 1.15, 0.1, "Megatron-MoE: forced against real routing"),
 )  # fmt: skip

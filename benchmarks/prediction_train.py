@@ -194,7 +194,9 @@ def run_of(row: Row, dtype: str) -> Run:
     if source.startswith("torchtitan"):
         eager = notes.startswith("FSDP;")
         mode = "selective:half" if recompute == "selective" else recompute
-        return Run(How(dtype, attention="flash2", fused=not eager), mode, "zero3", overlap_tp="sync" in notes)
+        # Weights stay gathered through a step of a pipeline (`reshard_after_forward: default`).
+        shard = "zero1" if number(row["PP"]) > 1 else "zero3"
+        return Run(How(dtype, attention="flash2", fused=not eager), mode, shard, overlap_tp="sync" in notes)
     if source.startswith("prime-rl"):
         kernel = "flash2" if "attention_2" in notes else "flash"
         how = How(dtype, attention=kernel, fused=False, lora="LoRA" in notes)
@@ -232,7 +234,7 @@ def layout_of(row: Row, dims: Dims) -> Layout:
     tp, pp, cp, ep = (number(row[name]) for name in ("TP", "PP", "CP", "EP"))
     world = number(row["n_gpus"])
     dp = max(1, world // (tp * pp * cp))
-    vpp = min(number(row["VPP"]), max(1, dims.n_layers // pp))
+    vpp = min(number(row["VPP"], 2 if row["notes"].startswith("Interleaved") else 1), max(1, dims.n_layers // pp))
     sp = tp > 1 and row["SP"] != "no" and not row["source"].startswith("Megatron-LM")
     if not dims.n_experts:
         ep = 1

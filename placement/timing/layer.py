@@ -102,6 +102,10 @@ def _matrices(
         k, n = (k // tp if cut == "in" else k), (n // tp if cut == "out" else n)
         out.add("gemm", *_product(tokens, k, n, machine, how, how.dtype))
         _casts(out, tokens, k, n, machine, how)
+        if how.lora:
+            # The adapter's output is written, read and added to the product's; its input's gradient likewise.
+            bytes_ = 8.0 * tokens * (1.0 if how.fused else machine.efficiency.unfused) / machine.memory_rate
+            out.add("memory_bound", bytes_ * n, bytes_ * (n + k))
 
 
 def _casts(out: Pass, tokens: float, k: int, n: int, machine: Machine, how: How) -> None:
@@ -161,16 +165,22 @@ def _experts(out: Pass, dims: Dims, layout: Layout, tokens: float, machine: Mach
         k, n = (k // layout.etp if cut == "in" else k), (n // layout.etp if cut == "out" else n)
         out.add("experts", *_grouped(each, k, n, machine, how, how.dtype, here))
         _casts(out, routed, k, n, machine, how)
-    # Sorting tokens by expert and back: read and write, both ways, once more for the backward pass.
-    moved = 2 * 4.0 * routed * dims.hidden / machine.memory_rate
-    act = _activation_bytes(dims.gated) * routed * dims.expert_ffn / layout.etp / machine.memory_rate
+    # Sorting tokens by expert and back: read and write, both ways; unfused with an index and a weight each.
+    moved = 2 * (4.0 if how.fused else 12.0) * routed * dims.hidden / machine.memory_rate
+    act = _activation_bytes(dims.gated, how.fused) * routed * dims.expert_ffn / layout.etp / machine.memory_rate
     out.add("memory_bound", moved + act, moved + 1.6 * act)
     if dims.shared_ffn:
         _matrices(out, dims.ffn_weights(dims.shared_ffn), tokens, layout.tp, machine, how)
 
 
-def _activation_bytes(gated: bool) -> float:
-    return 6.0 if gated else 4.0  # read (twice if gated), write
+def _activation_bytes(gated: bool, fused: bool) -> float:
+    """Read (twice if gated) and write; unfused, the gate's product is another operator."""
+    return (6.0 if fused else 10.0) if gated else 4.0
+
+
+def _norm_bytes(gated: bool, fused: bool) -> float:
+    """Read and write. Unfused RMSNorm (of the gated families) is six operators in fp32; LayerNorm is one kernel."""
+    return 36.0 if gated and not fused else 4.0
 
 
 def _elementwise(
@@ -179,11 +189,12 @@ def _elementwise(
     eff = machine.efficiency
     loose = 1.0 if how.fused else eff.unfused
     whole = tokens / (layout.tp if layout.sequence_parallel else 1)
-    # Two norms (read, write) and two residual additions (two reads, one write, the dropout's mask).
-    stream = whole * dims.hidden * (8 + 12 + (2 if how.dropout else 0))
+    # Two norms and two residual additions (two reads, one write, the dropout's mask).
+    stream = whole * dims.hidden * (2 * _norm_bytes(dims.gated, how.fused) + 12 + (2 if how.dropout else 0))
     act_width = (dims.shared_ffn if moe else dims.ffn) / layout.tp
-    act = tokens * act_width * _activation_bytes(dims.gated)
-    rotary = tokens * 4 * (dims.q_dim + dims.n_kv_heads * dims.head_dim) / layout.tp
+    act = tokens * act_width * _activation_bytes(dims.gated, how.fused)
+    turned = (dims.q_dim + dims.n_kv_heads * dims.head_dim) / layout.tp if dims.gated else 0
+    rotary = tokens * (4 if how.fused else 24) * turned
     seconds = loose / machine.memory_rate
     out.add("memory_bound", seconds * (stream + act + rotary), seconds * (1.2 * stream + 1.6 * act + rotary))
 
