@@ -70,6 +70,8 @@ PRIORS = (
     Prior("hopper", "memory", 0.80, 0.08, "STREAM-like copies: 80 to 92%"),
     Prior("blackwell", "memory", 0.80, 0.08, "STREAM-like copies: 80 to 92%"),
     Prior("h100-96", "power", 0.80, 0.08, "500 W instead of 700 W: clock falls by its cube root to square root"),
+    Prior("gb300", "power", 1.12, 0.06, "1,400 W against 1,200 W of GB200 at the same peak"),
+    Prior("b300", "power", 1.08, 0.08, "1,200 W or more against 1,000 W of B200 at the same peak"),
     Prior("a100-40", "power", 1.0, 0.04, "same chip as with 80 GB"),
     Prior("a6000", "power", 0.90, 0.15, "boost clock against sustained"),
     Prior("common", "tile_start", 256.0, 0.5, GUESS),

@@ -203,10 +203,13 @@ def run_of(row: Row, dtype: str) -> Run:
         return Run(how, "full", "zero3" if row["shard"] else "none", chunked_head=notes.startswith("RL"))
     if source.startswith(("NVIDIA", "Megatron-")):
         dense = not any(row["model"].startswith(name) for name in (*MOE, "GPT OSS", "Qwen3-Next"))
-        how = How(dtype, lora="LoRA" in row["model"])
+        # Bridge's recipes record the kernels of expert layers on Grace hosts.
+        device = device_of(row["gpu_type"])
+        how = How(dtype, lora="LoRA" in row["model"], graphs=device.startswith("gb") and not dense)
         shard = "zero3" if "FSDP" in row["shard"] else "zero1"
         # Bridge's recipes overlap dispatch and combine where experts span nodes.
-        overlap = "1F1B comm overlap" in notes or source.startswith("NVIDIA")
+        spans = number(row["EP"]) * number(row["TP"]) > DEVICES[device][5]
+        overlap = "1F1B comm overlap" in notes or (source.startswith("NVIDIA") and spans)
         return Run(how, recompute, shard, overlap_tp=dense, overlap_ep=overlap, grad_bytes=2.0)
     return Run(How(dtype), recompute)
 

@@ -104,8 +104,8 @@ def _matrices(
         _casts(out, tokens, k, n, machine, how)
         if how.lora:
             # The adapter's output is written, read and added to the product's; its input's gradient likewise.
-            bytes_ = 8.0 * tokens * (1.0 if how.fused else machine.efficiency.unfused) / machine.memory_rate
-            out.add("memory_bound", bytes_ * n, bytes_ * (n + k))
+            seconds = (4.0 if how.fused else 8.0 * machine.efficiency.unfused) * tokens / machine.memory_rate
+            out.add("memory_bound", seconds * n, seconds * (n + k))
 
 
 def _casts(out: Pass, tokens: float, k: int, n: int, machine: Machine, how: How) -> None:
