@@ -61,7 +61,7 @@ def attention_bytes(shape: ModelShape, layout: Layout, run: Pass, software: Soft
     if software.flash:
         cut += 4 * shape.n_heads  # log of each row's sum, fp32
     if shape.latent:
-        cut += software.rope * size * shape.n_heads * shape.latent.nope_dim  # beside the values, in one tensor
+        cut += software.rope * size * shape.n_heads * shape.latent.nope_dim  # beside the values
     elif software.rope and not shape.learned_positions:
         cut += size * (query + kept_kv * key)
     if shape.qk_norm:
@@ -109,7 +109,7 @@ def moe_bytes(shape: ModelShape, layout: Layout, run: Pass, software: Software) 
 
 
 def expert_tokens(shape: ModelShape, layout: Layout, run: Pass, software: Software) -> float:
-    """Tokens that the fullest rank's experts take: `top_k` copies of every token, spread over tp, cp and ep."""
+    """Tokens that the fullest rank's experts take: `top_k` copies of each, spread over tp, cp and ep."""
     assert shape.moe is not None
     uneven = software.imbalance if layout.ep > 1 else 1.0
     return run.tokens * shape.moe.top_k * uneven * layout.etp / layout.tp
@@ -121,7 +121,7 @@ def layer_input_bytes(shape: ModelShape, layout: Layout, run: Pass) -> float:
 
 
 def backward_bytes(shape: ModelShape, layout: Layout, run: Pass, software: Software, *, moe: bool) -> float:
-    """Gradients of activations while a layer's feed-forward goes backward: of its hidden columns and input."""
+    """Gradients of activations while a feed-forward goes backward: of its hidden columns and input."""
     ends = 3 * shape.hidden * run.dtype_bytes * run.tokens / _sequence_parts(layout)
     if moe:
         assert shape.moe is not None

@@ -25,6 +25,13 @@ def communicators(layout: Layout) -> int:
     return axes + model_parallel + (layout.pp > 1) + (layout.world > 1)  # ends of the pipeline; all ranks
 
 
+def communicator_bytes(layout: Layout, device: str) -> float:
+    """Buffers of a role's communicators; gloo's on CPU slots are counted with their host."""
+    if device.lower().startswith("cpu"):
+        return 0.0
+    return communicators(layout) * memory_data()["process"]["communicator"][0] * MIB
+
+
 def slack_fraction(by: Software, *, without: str | None = None) -> float:
     """Part of the working memory lost between blocks; the mean of its fits, one source left out if told."""
     if by.expandable:
@@ -41,7 +48,7 @@ def process_memory(
         {
             **items.resident,
             "context": context_bytes(device),
-            "communicators": communicators(layout) * memory_data()["process"]["communicator"][0] * MIB,
+            "communicators": communicator_bytes(layout, device),
         },
         {**items.working, "allocator slack": slack_fraction(by, without=without) * items.working_bytes},
         items.stage,

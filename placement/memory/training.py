@@ -9,7 +9,6 @@ from rolemesh.placement.layout import Layout
 from rolemesh.placement.memory.activations import (
     Pass,
     Recompute,
-    attention_bytes,
     backward_bytes,
     layer_bytes,
     layer_input_bytes,
@@ -187,13 +186,15 @@ class _Plan:
         backward = max(
             (backward_bytes(self.shape, self.layout, self.run, self.by, moe=k) for k in kinds), default=0
         )
+        passed_on = layer_input_bytes(self.shape, self.layout, self.run)
+        gathered = params.layer * (self.by.gathered + (not self.lora_rank) * self.by.gathered_grad)
         return {
             "activations": self._kept(stage),
             "recomputed layer": again,
             "activation gradients": backward,
-            "gathered weights": self._gathered_layer(params) + self.by.ends_stay * self._gathered_ends(params),
+            "gathered weights": gathered + self.by.ends_stay * self._gathered_ends(params),
             "logits": self._kept_logits(stage),
-            "stage transfers": 2 * (self.layout.pp > 1) * layer_input_bytes(self.shape, self.layout, self.run),
+            "stage transfers": 2 * (self.layout.pp > 1) * passed_on,
         }
 
     def _head_moment(self, stage: int, params: RankParams) -> Mapping[str, float]:
@@ -201,16 +202,15 @@ class _Plan:
         if stage != self.layout.pp - 1:
             return {}
         logits = self.run.tokens * vocab_rows(self.shape, self.layout)
-        each = {
-            "fused": FUSED_LOGITS * self.run.dtype_bytes,
-            "materialised": self.by.logit,
-            "chunked": self.by.logit * min(1.0, CHUNK_LOGITS / logits),
-        }[self.head]
         if self.shape.n_labels is not None:
-            logits, each = self.run.tokens * self.shape.n_labels, 12
+            head = 3 * 4 * self.run.tokens * self.shape.n_labels  # fp32, loss and gradient
+        elif self.head == "fused":
+            head = FUSED_LOGITS * self.run.dtype_bytes * logits
+        else:
+            head = self.by.logit * (logits if self.head == "materialised" else min(logits, CHUNK_LOGITS))
         return {
             "activations": self._kept(stage),
-            "logits": logits * each + self._kept_logits(stage),
+            "logits": head + self._kept_logits(stage),
             "head input": 3 * layer_input_bytes(self.shape, self.layout, self.run),
             "gathered weights": self._gathered_ends(params),
         }
@@ -231,11 +231,7 @@ class _Plan:
         waiting = self._in_flight(stage) - 1
         return waiting * 4 * self.run.tokens * vocab_rows(self.shape, self.layout)
 
-    def _gathered_layer(self, params: RankParams) -> float:
-        """Whole weights of the layers in turn, with ZeRO-3."""
-        return params.layer * (self.by.gathered + (not self.lora_rank) * self.by.gathered_grad)
-
     def _gathered_ends(self, params: RankParams) -> float:
-        """The same of the embedding's or head's matrix."""
+        """The whole matrix of embedding or head, with ZeRO-3."""
         matrix = params.largest * (1 if self.by.cut_vocab else self.layout.tp)
         return (params.ends > 0) * matrix * (self.by.gathered_ends + (not self.lora_rank) * self.by.ends_grad)
