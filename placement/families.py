@@ -11,17 +11,20 @@ from rolemesh.placement.modules import Experts, LatentAttention, ModelError
 
 @dataclass(frozen=True)
 class _Family:
-    """What the model type alone decides. `attention_bias` None: the configuration's key of that name does.
+    """What the model type alone decides. `attention_bias` None: the configuration's `bias_key` does.
 
     `runnable`: the workers can build it; the others can be planned for.
     """
 
     attention_bias: bool | None = None
+    bias_key: str = "attention_bias"
+    bias_default: bool = False  # where the configuration leaves it out
     out_bias: bool = True  # the attention bias covers the output projection too
     mlp_bias: bool = False  # the configuration's `mlp_bias` counts
-    qk_norm: bool = False
+    qk_norm: bool | None = False  # None: the configuration's `use_qk_norm`
     head_dim: int | None = None  # where the configuration leaves it out; None: hidden / heads
     ropes: tuple[str, ...] = ("default", "llama3")
+    partial_rope: bool = False  # only a part of each head rotates
     window: int | None = None  # where the configuration leaves it out; for families that always apply it
     windowed: bool = False
     moe: tuple[str, ...] = ()  # keys that a mixture of experts needs
@@ -44,8 +47,16 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen2": _Family(attention_bias=True, out_bias=False, runnable=True),
     "qwen3": _Family(qk_norm=True, head_dim=128, runnable=True),
     "mixtral": _Family(attention_bias=False, windowed=True, moe=("num_experts_per_tok",)),
-    "qwen2_moe": _Family(out_bias=False, moe=(*_QWEN_MOE, "shared_expert_intermediate_size")),
+    "qwen2_moe": _Family(
+        bias_key="qkv_bias",
+        bias_default=True,
+        out_bias=False,
+        moe=(*_QWEN_MOE, "shared_expert_intermediate_size"),
+    ),
     "qwen3_moe": _Family(qk_norm=True, moe=_QWEN_MOE),
+    "glm4_moe": _Family(
+        out_bias=False, qk_norm=None, partial_rope=True, moe=(*_QWEN_MOE, "n_shared_experts")
+    ),
     "deepseek_v3": _Family(ropes=("default", "yarn"), moe=_DEEPSEEK, latent=True),
 }
 
@@ -69,7 +80,7 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, n_heads = config["hidden_size"], config["num_attention_heads"]
     attention_bias = family.attention_bias
     if attention_bias is None:
-        attention_bias = bool(config.get("attention_bias", config.get("qkv_bias", not family.out_bias)))
+        attention_bias = bool(config.get(family.bias_key, family.bias_default))
     latent = _latent(config) if family.latent else None
     head_dim = config.get("head_dim") or family.head_dim or hidden // n_heads
     return {
@@ -86,7 +97,7 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": attention_bias,
         "out_bias": attention_bias and family.out_bias,
         "mlp_bias": family.mlp_bias and bool(config.get("mlp_bias", False)),
-        "qk_norm": family.qk_norm,
+        "qk_norm": bool(config.get("use_qk_norm")) if family.qk_norm is None else family.qk_norm,
         "rope_theta": float(rope["rope_theta"]),
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
@@ -160,7 +171,7 @@ def _rope(config: Mapping[str, Any], family: _Family) -> dict[str, Any]:
             f"rope scaling {rope['rope_type']!r} is not supported; supported: {', '.join(family.ropes)}"
         )
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    if partial != 1.0 and not family.partial_rope:
         raise ModelError(
             f"partial_rotary_factor {partial} is not supported: every head dimension must rotate"
         )
