@@ -1,4 +1,4 @@
-"""Random small placement problems, and their best plan by trying everything: shares no code with the search."""
+"""Random small placement problems, and their best plan by trying everything, apart from the search."""
 
 import itertools
 import random
@@ -75,10 +75,12 @@ def random_instance(seed: int, most_rows: int, *, pinned: bool = False) -> Insta
     else:
         graph = step_graph("grpo", reference=True, reward="model", kl_in="loss")
     roles = tuple(role for role in graph.roles() if role != "reward" or graph.name == "grpo")
-    cluster = random_cluster(rng)
+    n_options = 0
+    while n_options < 3:  # clusters with too many placements for that are drawn anew
+        cluster = random_cluster(rng)
+        places = sum(1 for pools in partitions(roles) for _ in placements(cluster, len(pools)))
+        n_options = min(12, int((most_rows / max(1, places)) ** (1 / len(roles))))
     pins = random_pins(rng, roles) if pinned else ()
-    places = sum(1 for pools in partitions(roles) for _ in placements(cluster, len(pools)))
-    n_options = max(1, min(12, int((most_rows / max(1, places)) ** (1 / len(roles)))))
     memory = rng.choice([12.0, 20.0, 30.0, 45.0])
     costs = RandomCosts(graph, seed, n_options, memory)
     return Instance(graph, roles, cluster, costs, pins, rng.choice([0, 0, 0, 1]))
@@ -303,7 +305,7 @@ def least(instance: Instance, names, pools, orders, rows, weights) -> float:
     needed = waits(instance)
     best = np.full(len(seconds), np.inf)
     for order in orders:
-        free = {pool: 0.0 for pool in pools}
+        free = dict.fromkeys(pools, 0.0)
         end = {}
         for name in order:
             mine = [pool for pool in pools if instance.graph[name].roles & set(pool)]

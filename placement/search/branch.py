@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from rolemesh.placement.schedule import Scheduler
-from rolemesh.placement.search.choices import Pick, PoolChoices, Range, Reach, Room
+from rolemesh.placement.search.choices import Choice, Pick, PoolChoices, Reach, Room
 from rolemesh.placement.search.clock import Clock, OutOfTime
 from rolemesh.placement.search.grouping import Grouping
 from rolemesh.placement.search.plans import Assignment, PlannedPool
@@ -29,7 +29,6 @@ _DIVE_EVERY = 50  # nodes between two tries for a better plan
 _DIVE_STEPS = 60  # nodes that such a try may visit
 _MOST_LAYOUT_PAIRS = 16  # a transfer's least seconds are asked for so many pairs of layouts at a time
 
-Choice = Range | Pick
 Choices = tuple[Choice, ...]
 
 
@@ -152,10 +151,21 @@ class BranchAndBound:
         k = self._branch(group, choices)
         room = _rooms(choices, self.problem.space.capacity)[k]
         children = [(*choices[:k], child, *choices[k + 1 :]) for child in choices[k].children(room)]
-        return self._bound(group, children)
+        fitting = [
+            (*child[:k], narrowed, *child[k + 1 :])
+            for _, child in self._bound(group, children)
+            if (narrowed := child[k].fitting()) is not None
+        ]
+        better = []
+        for bound, child in self._bound(group, fitting):
+            if not all(choice.decided for choice in child):
+                better.append((bound, child))
+            elif bound < self.value * (1 - ROUNDING):
+                self._take(group, child)
+        return better
 
     def _bound(self, group: Group, nodes: Sequence[Choices]) -> list[tuple[float, Choices]]:
-        """Bounds of the nodes that may be better than the best plan."""
+        """The nodes that may be better than the best plan, with their bounds."""
         rows, weights, kept = [], [], []
         for choices in nodes:
             reaches = self._reaches(choices)
@@ -166,15 +176,8 @@ class BranchAndBound:
         if not kept:
             return []
         bounds = group.scheduler.bounds(np.array(rows)) * np.array(weights)
-        better = []
-        for bound, choices, row in zip(bounds.tolist(), kept, rows, strict=True):
-            if bound >= self.value * (1 - ROUNDING):
-                continue
-            if all(choice.decided for choice in choices):
-                self._take(group, choices, row)
-            else:
-                better.append((bound, choices))
-        return better
+        most = self.value * (1 - ROUNDING)
+        return [(bound, node) for bound, node in zip(bounds.tolist(), kept, strict=True) if bound < most]
 
     def _reaches(self, choices: Choices) -> list[Reach] | None:
         """What each pool's choice still allows; None when they do not fit beside each other."""
@@ -233,9 +236,10 @@ class BranchAndBound:
         )
         return undecided[best]
 
-    def _take(self, group: Group, choices: Choices, row: Floats) -> None:
+    def _take(self, group: Group, choices: Choices) -> None:
         """Keep a decided node as the best plan of its grouping, and of all, where it is."""
         picks = [choice for choice in choices if isinstance(choice, Pick)]
+        row = self._row(group, choices, [pick.reach for pick in picks])
         seconds = dict(zip(self.problem.names, row.tolist(), strict=True))
         schedule = group.scheduler.best(seconds)
         nodes = self.problem.space.fit([pick.shape for pick in picks])

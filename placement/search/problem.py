@@ -36,17 +36,46 @@ class Transfer:
 class RoleTable:
     """The options of a role on a shape that fit its devices alone and that none is better than.
 
-    Rows are options. `working` is the largest of the role's own operations', `moving` that of each transfer.
-    `penalty` is the weight of pins that an option leaves unmet.
+    Rows are options. `bytes` are resident, on the host, the most that any of the role's own operations works
+    with, and what each transfer works with. `penalty` is the weight of pins that an option leaves unmet.
     """
 
     costs: tuple[RoleCost, ...]
     seconds: Floats  # [options, role's operations]
-    resident: Floats  # [options]
-    working: Floats  # [options]
-    moving: Floats  # [options, transfers]
-    host: Floats  # [options]
+    bytes: Floats  # [options, 3 + transfers]
     penalty: Floats  # [options]
+
+
+class Left:
+    """Options of one role that are left: indices into its table, and the least of what they need."""
+
+    def __init__(self, table: RoleTable, indices: NDArray[np.int64]) -> None:
+        self.table, self.indices = table, indices
+        self.seconds = table.seconds[indices]  # [options, role's operations]
+        self.bytes = table.bytes[indices]  # [options, kinds of bytes]
+        self.least, self.most = self.seconds.min(axis=0), self.seconds.max(axis=0)
+        self.least_bytes = self.bytes.min(axis=0)
+        self.penalty = float(table.penalty[indices].min())
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @cached_property
+    def spread_s(self) -> float:
+        """How much the options differ."""
+        return float((self.most - self.least).sum())
+
+    @cached_property
+    def single(self) -> list[Left]:
+        """One for each option, quickest first."""
+        order = np.argsort(self.seconds.sum(axis=1), kind="stable")
+        return [Left(self.table, self.indices[k : k + 1]) for k in order]
+
+    @cached_property
+    def movers(self) -> list[RoleCost]:
+        """One of the options for each way in which they take part in transfers."""
+        options = [self.table.costs[i] for i in self.indices]
+        return list({moved(cost): cost for cost in options}.values())
 
 
 class Problem:
@@ -77,6 +106,7 @@ class Problem:
         self.columns = {role: [self.names.index(name) for name in self.own[role]] for role in roles}
         self.fixed = np.array([self._fixed(name, carried, seconds or {}) for name in self.names])
         self._options: dict[tuple[str, DeviceSet], tuple[RoleCost, ...]] = {}
+        self._lefts: dict[tuple[str, int], Left | None] = {}
         self._tables: dict[tuple[str, DeviceSet], RoleTable | None] = {}
         self._seconds_of_transfers: dict[Hashable, float] = {}
         self._cuts: dict[str, list[Pin]] = {
@@ -111,6 +141,14 @@ class Problem:
             self._tables[key] = self._table(role, devices)
         return self._tables[key]
 
+    def left(self, role: str, shape: Shape) -> Left | None:
+        """All options of `role` there, made once."""
+        key = role, id(shape)
+        if key not in self._lefts:
+            table = self.table(role, shape.devices)
+            self._lefts[key] = table and Left(table, np.arange(len(table.costs)))
+        return self._lefts[key]
+
     def allowed(self, role: str, shape: Shape) -> bool:
         """Whether the must-pins let `role` have these devices."""
         return all(
@@ -139,7 +177,14 @@ class Problem:
         together: bool,
     ) -> float:
         """Seconds of a transfer, asked once for equal layouts."""
-        key = (transfer.name, moved(source), on, moved(target), to, together)
+        key = (
+            transfer.name,
+            moved(source),
+            id(on),
+            moved(target),
+            id(to),
+            together,
+        )  # sets live as the space
         if key not in self._seconds_of_transfers:
             self._seconds_of_transfers[key] = self.costs.transfer_s(
                 transfer.name, source, on, target, to, together=together
@@ -211,17 +256,8 @@ class Problem:
         keys = [moved(cost) if moves else None for cost in kept]
         rows = np.array([self._row(role, cost) for cost in kept])
         best = _pareto(rows, keys)
-        n, m = len(self.own[role]), len(self.transfers)
-        rows = rows[best]
-        return RoleTable(
-            tuple(kept[i] for i in best),
-            rows[:, :n],
-            rows[:, n],
-            rows[:, n + 1],
-            rows[:, n + 2 : n + 2 + m],
-            rows[:, -2],
-            rows[:, -1],
-        )
+        n, rows = len(self.own[role]), rows[best]
+        return RoleTable(tuple(kept[i] for i in best), rows[:, :n], rows[:, n:-1], rows[:, -1])
 
     def _row(self, role: str, cost: RoleCost) -> list[float]:
         own = [cost.working.get(name, 0.0) for name in self.own[role]]
@@ -231,9 +267,9 @@ class Problem:
         return [
             *(cost.seconds[name] for name in self.own[role]),
             cost.resident,
+            cost.host,
             max(own, default=0.0),
             *moving,
-            cost.host,
             sum(pin.weight for pin in self.unmet_options(role, cost)),
         ]
 
