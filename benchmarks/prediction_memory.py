@@ -81,10 +81,9 @@ def compare(rows: Iterable[Row]) -> tuple[list[Compared], dict[str, list[int]]]:
 
 
 def table(compared: Sequence[Compared]) -> str:
-    """Mean absolute relative error of rows that fit, and out-of-memory runs caught, by source and in total."""
-    lines = [
-        f"{'source':64} {'rows':>5} {'mean error':>11} {'bias':>7} {'median':>7} {'OOM caught':>11} {'false alarms':>13}"
-    ]
+    """Mean absolute relative error of rows that fit, and how often the verdict was right, by source."""
+    head = f"{'source':40} {'rows':>5} {'mean error':>11} {'bias':>7} {'median':>7}"
+    lines = [f"{head} {'OOM caught':>11} {'false alarms':>13}"]
     sources = list(dict.fromkeys(row.source for row in compared))
     lines += [_summary(name, [row for row in compared if row.source == name]) for name in sources]
     lines.append(_summary("all", compared))
@@ -94,12 +93,15 @@ def table(compared: Sequence[Compared]) -> str:
 def _summary(name: str, rows: Sequence[Compared]) -> str:
     errors = [row.predicted / row.measured - 1 for row in rows if row.measured]
     size = sorted(map(abs, errors))
-    error = f"{sum(size) / len(size):11.1%} {sum(errors) / len(errors):+7.1%} {size[len(size) // 2]:7.1%}" if size else f"{'':27}"
+    error = f"{'':27}"
+    if size:
+        bias = sum(errors) / len(errors)
+        error = f"{sum(size) / len(size):11.1%} {bias:+7.1%} {size[len(size) // 2]:7.1%}"
     oom = [row for row in rows if row.fits is False]
     fit = [row for row in rows if row.fits and row.fits_predicted is not None]
-    caught = sum(not row.fits_predicted for row in oom)
-    alarms = sum(not row.fits_predicted for row in fit)
-    return f"{name[:64]:64} {len(errors):5} {error} {f'{caught} of {len(oom)}':>11} {f'{alarms} of {len(fit)}':>13}"
+    caught = f"{sum(not row.fits_predicted for row in oom)} of {len(oom)}"
+    alarms = f"{sum(not row.fits_predicted for row in fit)} of {len(fit)}"
+    return f"{name[:40]:40} {len(errors):5} {error} {caught:>11} {alarms:>13}"
 
 
 def _row_line(row: Compared) -> str:
@@ -125,8 +127,14 @@ def _compare_row(row: Row, line: int) -> Compared:
         stage = 0 if found[1] == "0" else layout.pp - 1
     if what == "activations":
         stage = 0
+    elif what == "weights+gradients+optimizer":
+        stage = layout.pp // 2  # the paper's figure counts layers alone
     items = training_memory(shape, layout, by=by, stage=stage, **run)
-    process = process_memory(items, row["gpu_type"], layout, by, without=row["source"]) if what != "activations" else None
+    process = (
+        process_memory(items, row["gpu_type"], layout, by, without=row["source"])
+        if what != "activations"
+        else None
+    )
     predicted = items.total
     if what == "activations":
         predicted = items["activations"]
@@ -168,33 +176,49 @@ def layout_of(row: Row) -> Layout:
     sp = row["SP"] == "yes" or (row["SP"] == "" and tp > 1)
     if row["shard"].startswith("FSDP"):
         dp = int(row["shard"][4:])
-    return Layout(tp=tp, pp=pp, cp=cp, dp=dp, vpp=number(row, "VPP", 1), ep=number(row, "EP", 1), sequence_parallel=sp and tp > 1)
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=dp,
+        vpp=number(row, "VPP", 1),
+        ep=number(row, "EP", 1),
+        sequence_parallel=sp and tp > 1,
+    )
 
 
 def software_of(row: Row) -> Software:
     """The description of the software that the source ran."""
-    source, precision = row["source"], row["precision"]
-    if source.startswith("BigScience"):
-        by = software("megatron-deepspeed-bf16" if precision.startswith("bf16 (") else "megatron-deepspeed-fp16")
-        return replace(by, sharding="none") if row["shard"] == "ZeRO-0" else by
+    source, precision, shard = row["source"], row["precision"], row["shard"]
+    model_parallel = number(row, "TP", 1) * number(row, "PP", 1) > 1
     if source.startswith("Korthikanti"):
         return replace(software("megatron-paper"), flash=False)
     if "Galvatron" in source:
         by = software("galvatron")
-        return by if "vtp" in row["notes"].split("flags ")[-1].split("(")[0] else replace(by, cut_vocab=False)
+        cut = "vtp" in row["notes"].split("flags ")[-1].split("(")[0]
+        return by if cut else replace(by, cut_vocab=False)
     if "torchtitan" in row["source_file_or_url"]:
         return software("fsdp2-compiled")
-    if "Megatron-Bridge" in source:
-        return software("megatron-bridge-lean" if "Moonlight" in row["model"] else "megatron-bridge")
-    if row["shard"].startswith("FSDP") or source.startswith("prime-rl"):
+    if shard.startswith("FSDP") or source.startswith("prime-rl"):
         return software("fsdp2")
-    return software("nemo")
+    if source.startswith("BigScience") or (shard.startswith("ZeRO") and model_parallel):
+        bf16 = precision.startswith("bf16 (")
+        by = software("megatron-deepspeed-bf16" if bf16 else "megatron-deepspeed-fp16")
+        return replace(by, sharding="none") if shard == "ZeRO-0" else by
+    if shard.startswith("ZeRO"):
+        level = ("none", "optimizer", "gradients", "parameters")[int(shard[5:])]
+        return replace(software("deepspeed"), sharding=level)
+    if "Megatron-Bridge" in source:
+        # Its Moonlight recipe keeps the optimizer's moments in bf16.
+        return software("megatron-bridge-lean" if "Moonlight" in row["model"] else "megatron-bridge")
+    return software("nemo" if "NVIDIA" in source or "NeMo" in source else "megatron-lm")
 
 
 def run_of(row: Row) -> dict[str, object]:
     """Keyword arguments of `training_memory` that say how the row was run."""
     notes, told = row["notes"], row["recompute"]
     recompute = "full" if told == "full" or told.startswith("activation") else "none"
+    modules = [name.strip() for name in told[10:].strip(" ()").split(",") if name.strip()] or ["core_attn"]
     if told.startswith("selective"):
         recompute = "ops" if "torchtitan" in row["source_file_or_url"] else "selective"
     seq_len, dp = number(row, "seq_len"), number(row, "DP", 1)
@@ -213,6 +237,7 @@ def run_of(row: Row) -> dict[str, object]:
         "seq_len": seq_len,
         "n_micro_batches": n_micro,
         "recompute": recompute,
+        "modules": modules,
         "dtype": "float8" if precision == "fp8" else "bfloat16",
         "head": "chunked" if "RL head" in notes else "materialised",
         "lora_rank": 16 if "LoRA r=16" in notes else 0,
@@ -251,11 +276,23 @@ def shape_of(row: Row) -> ModelShape:
     head_dim = 128 if qwen else hidden // heads
     tied = qwen and hidden <= 2560
     return ModelShape(
-        "llama", layers, hidden, ffn, heads, number(row, "kv_heads", heads), head_dim, vocab, 8192, tied=tied, qk_norm=qwen
+        "llama",
+        layers,
+        hidden,
+        ffn,
+        heads,
+        number(row, "kv_heads", heads),
+        head_dim,
+        vocab,
+        8192,
+        tied=tied,
+        qk_norm=qwen,
     )
 
 
-def _moe(layers: int, hidden: int, heads: int, kv: int, vocab: int, experts: Experts, ffn: int = 1, **more: object) -> ModelShape:
+def _moe(
+    layers: int, hidden: int, heads: int, kv: int, vocab: int, experts: Experts, ffn: int = 1, **more: object
+) -> ModelShape:
     return ModelShape("qwen3_moe", layers, hidden, ffn, heads, kv, 128, vocab, 8192, moe=experts, **more)  # type: ignore[arg-type]
 
 

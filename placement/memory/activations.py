@@ -7,6 +7,7 @@ sequence parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from rolemesh.placement.memory.software import Software
 from rolemesh.placement.model import ModelShape
 
 Recompute = Literal["none", "selective", "ops", "full"]
+Module = Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -113,6 +115,32 @@ def expert_tokens(shape: ModelShape, layout: Layout, run: Pass, software: Softwa
     assert shape.moe is not None
     uneven = software.imbalance if layout.ep > 1 else 1.0
     return run.tokens * shape.moe.top_k * uneven * layout.etp / layout.tp
+
+
+def module_bytes(
+    shape: ModelShape, layout: Layout, run: Pass, software: Software, modules: Collection[Module], *, moe: bool
+) -> float:
+    """What a layer need not keep when these modules are recomputed from their inputs."""
+    size, parts = run.dtype_bytes, _sequence_parts(layout)
+    total = score_bytes(shape, layout, run, software) * ("core_attn" in modules)
+    if "layernorm" in modules:  # outputs of both norms, which the products after them keep
+        total += 2 * run.tokens * shape.hidden * run.matmul_bytes / parts
+    if "mla_up_proj" in modules and shape.latent:
+        query, key, value = _attention_widths(shape)
+        total += run.tokens * size * (query + key + value) / layout.tp
+    if not moe:
+        inner = mlp_bytes(shape, layout, run, software, shape.ffn, norm=False)
+        return total + ("mlp" in modules) * (inner - run.tokens * shape.hidden * run.matmul_bytes / parts)
+    assert shape.moe is not None
+    sent = expert_tokens(shape, layout, run, software)
+    if "moe" in modules:
+        norm = run.tokens * shape.hidden * (_norm(software, size) + size) / parts
+        return total + moe_bytes(shape, layout, run, software) - norm
+    if "moe_act" in modules:
+        total += sent * run.matmul_bytes * shape.moe.ffn / layout.etp
+    if "shared_experts" in modules:
+        total += mlp_bytes(shape, layout, run, software, shape.moe.shared_ffn, norm=False)
+    return total
 
 
 def layer_input_bytes(shape: ModelShape, layout: Layout, run: Pass) -> float:

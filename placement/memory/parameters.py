@@ -19,7 +19,8 @@ class RankParams:
         experts: routed experts' parameters on this rank.
         layer: of the largest layer, the unit that ZeRO-3 gathers.
         ends: embedding, positions, last norm and head on this stage.
-        largest: of the embedding's (head's) matrix where the stage has one, else of the largest other.
+        largest: of the embedding's (head's) matrix where the stage has one, else `largest_inner`.
+        largest_inner: of the largest matrix of a layer.
     """
 
     dense: int
@@ -27,6 +28,7 @@ class RankParams:
     layer: int
     ends: int
     largest: int
+    largest_inner: int = 0
 
     @property
     def total(self) -> int:
@@ -70,13 +72,14 @@ def _rank_params(
     )
     ends, matrix = _ends(shape, layout, stage, padded)
     kinds = [dense_layer] * (len(mine) > n_moe) + [moe_layer + experts] * (n_moe > 0)
-    largest = matrix or (_largest(shape, layout) if len(mine) > n_moe else 0)
+    inner = _largest(shape, layout, dense=len(mine) > n_moe) if len(mine) else 0
     return RankParams(
         dense=(len(mine) - n_moe) * dense_layer + n_moe * moe_layer + ends,
         experts=n_moe * experts,
         layer=max(kinds, default=0),
         ends=ends,
-        largest=largest,
+        largest=matrix or inner,
+        largest_inner=inner,
     )
 
 
@@ -151,8 +154,11 @@ def _ends(shape: ModelShape, layout: Layout, stage: int, padded: bool) -> tuple[
     return count, matrix * has_matrix
 
 
-def _largest(shape: ModelShape, layout: Layout) -> int:
-    return (1 + shape.gated) * shape.ffn * shape.hidden // layout.tp
+def _largest(shape: ModelShape, layout: Layout, *, dense: bool) -> int:
+    """The feed-forward's first matrix, gate and up in one, or all local experts' where layers have experts."""
+    if dense or shape.moe is None:
+        return (1 + shape.gated) * shape.ffn * shape.hidden // layout.tp
+    return shape.moe.n // layout.ep * (1 + shape.gated) * shape.moe.ffn * shape.hidden // layout.etp
 
 
 def shard_sizes(layout: Layout) -> tuple[int, int]:

@@ -29,6 +29,8 @@ class Software:
         gradients: bytes of a stored gradient.
         optimizer: bytes of optimizer state per parameter, an fp32 master copy (if any) included.
         step: bytes per parameter of the optimizer's share that exist only while it steps.
+        grad_copy: bytes per value of the largest gradient, copied before it is added up.
+        loose_grad: a gradient is made outside of the stored ones, in the dtype, and then added to them.
         sharding: what data-parallel ranks share out: nothing, optimizer state (ZeRO-1), also gradients
             (ZeRO-2), also weights (ZeRO-3, FSDP).
         flash: attention keeps no scores; without it heads x seq_len^2 of them are kept.
@@ -57,6 +59,8 @@ class Software:
     gradients: float = 4
     optimizer: float = 12
     step: float = 0
+    grad_copy: float = 0
+    loose_grad: bool = False
     sharding: Sharding = "optimizer"
     flash: bool = True
     norm: float = 0

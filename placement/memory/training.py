@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.memory.activations import (
+    Module,
     Pass,
     Recompute,
     backward_bytes,
     layer_bytes,
     layer_input_bytes,
+    module_bytes,
     score_bytes,
 )
 from rolemesh.placement.memory.items import MemoryItems
@@ -32,6 +34,7 @@ def training_memory(
     seq_len: int,
     n_micro_batches: int,
     recompute: Recompute = "none",
+    modules: Collection[Module] = ("core_attn",),
     dtype: str = "bfloat16",
     by: Software | None = None,
     head: str = "fused",
@@ -45,8 +48,9 @@ def training_memory(
     Args:
         micro_batch: sequences of `seq_len` tokens (whole sequences, before cp) in one pass.
         n_micro_batches: of one update on a replica; no more of them are in flight.
-        recompute: what is made anew in the backward pass: nothing; `selective`, attention's scores;
+        recompute: what is made anew in the backward pass: nothing; `selective`, some modules of a layer;
             `ops`, all but attention and every second matrix product; `full`, all but a layer's input.
+        modules: that `selective` makes anew, by megatron-core's names.
         dtype: that products are computed in.
         by: the training software (by default megatron-core as RoleMesh runs it, `software("megatron")`).
         head: `fused` (RoleMesh's: logits and their gradient), `materialised` (`by.logit` bytes per logit),
@@ -61,7 +65,7 @@ def training_memory(
     """
     plan = _Plan(
         shape, layout, Pass.of(layout, micro_batch, seq_len, dtype), n_micro_batches, recompute,
-        by or software("megatron"), head, tuple(layers_of(shape, layout, stages)), lora_rank,
+        frozenset(modules), by or software("megatron"), head, tuple(layers_of(shape, layout, stages)), lora_rank,
         offload_activations,
     )  # fmt: skip
     if head not in ("fused", "materialised", "chunked"):
@@ -106,6 +110,7 @@ class _Plan:
     run: Pass
     n_micro_batches: int
     recompute: Recompute
+    modules: frozenset[Module]
     by: Software
     head: str
     layers: tuple[int, ...]
@@ -154,7 +159,8 @@ class _Plan:
         if self.recompute == "full":
             return layer_input_bytes(self.shape, self.layout, self.run)
         if self.recompute == "selective":
-            return layer_bytes(self.shape, self.layout, self.run, self.by, moe=moe)
+            dropped = module_bytes(self.shape, self.layout, self.run, self.by, self.modules, moe=moe)
+            return self._full_layer(moe) - dropped
         if self.recompute == "ops":
             return self._half_of_products(moe)
         return self._full_layer(moe)
@@ -181,8 +187,6 @@ class _Plan:
         dense, moe = self._mine(stage)
         kinds = [kind for kind, there in ((False, dense), (True, moe)) if there]
         again = max((self._full_layer(k) - self._kept_layer(k) for k in kinds), default=0)
-        if self.recompute == "selective":
-            again = score_bytes(self.shape, self.layout, self.run, self.by)
         backward = max(
             (backward_bytes(self.shape, self.layout, self.run, self.by, moe=k) for k in kinds), default=0
         )
@@ -194,6 +198,7 @@ class _Plan:
             "activation gradients": backward,
             "gathered weights": gathered + self.by.ends_stay * self._gathered_ends(params),
             "logits": self._kept_logits(stage),
+            "weight gradient": self._loose_grad(params.largest_inner),
             "stage transfers": 2 * (self.layout.pp > 1) * passed_on,
         }
 
@@ -213,6 +218,7 @@ class _Plan:
             "logits": head + self._kept_logits(stage),
             "head input": 3 * layer_input_bytes(self.shape, self.layout, self.run),
             "gathered weights": self._gathered_ends(params),
+            "weight gradient": self._loose_grad(params.largest),
         }
 
     def _step_moment(self, params: RankParams, adapters: int) -> Mapping[str, float]:
@@ -222,7 +228,14 @@ class _Plan:
         shared = self.by.shards("optimizer")
         dense = params.dense / (dense_ranks if shared else 1)
         experts = params.experts / (expert_ranks if shared else 1)
-        return {"optimizer step": self.by.step * (dense + experts)}
+        return {
+            "optimizer step": self.by.step * (dense + experts),
+            "gradient copy": self.by.grad_copy * params.largest,
+        }
+
+    def _loose_grad(self, matrix: int) -> float:
+        """A weight's gradient before it is added to the stored one."""
+        return self.by.loose_grad * (not self.lora_rank) * matrix * self.run.dtype_bytes
 
     def _kept_logits(self, stage: int) -> float:
         """fp32 probabilities of the micro-batches that wait for their backward pass behind the last stage."""
