@@ -7,8 +7,10 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+from rolemesh.placement.hardware import HardwareError, hardware
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.timing.dims import Dims
 from rolemesh.placement.timing.efficiency import Efficiency, Machine, efficiency
@@ -63,55 +65,30 @@ class Case:
         )
 
 
-# name: 16-bit peak, memory bytes/s, processors, fp8 and fp4 multiples, NVLink domain, in-node and network bytes/s
-DEVICES = {
-    "v100": (125e12, 0.9e12, 80, 1, 1, 8, 150e9, 12.5e9),
-    "a100-40": (312e12, 1.555e12, 108, 1, 1, 8, 300e9, 25e9),
-    "a100-80": (312e12, 2.039e12, 108, 1, 1, 8, 300e9, 25e9),
-    "a6000": (155e12, 0.768e12, 84, 1, 1, 8, 28e9, 12.5e9),
-    "h100-80": (989e12, 3.35e12, 132, 2, 2, 8, 450e9, 50e9),
-    "h100-96": (989e12, 2.4e12, 132, 2, 2, 8, 450e9, 50e9),
-    "h800-80": (989e12, 3.35e12, 132, 2, 2, 8, 200e9, 50e9),
-    "h200-141": (989e12, 4.8e12, 132, 2, 2, 8, 450e9, 50e9),
-    "b200": (2250e12, 7.7e12, 148, 2, 4, 8, 900e9, 50e9),
-    "b300": (2250e12, 7.7e12, 148, 2, 6, 8, 900e9, 100e9),
-    "gb200": (2450e12, 8.0e12, 152, 2, 4, 64, 900e9, 50e9),
-    "gb300": (2450e12, 8.0e12, 152, 2, 6, 64, 900e9, 100e9),
-}
-GPU_NAMES = (
-    ("H100-96GB", "h100-96"), ("H100", "h100-80"), ("H200", "h200-141"), ("H800", "h800-80"), ("V100", "v100"),
-    ("A100-40", "a100-40"), ("A100", "a100-80"), ("GB200", "gb200"), ("GB300", "gb300"), ("B200", "b200"),
-    ("B300", "b300"), ("RTX A6000", "a6000"),
-)  # fmt: skip
-
-
+@cache
 def machine(device: str, constants: Efficiency | None = None) -> Machine:
     """The device with the stored constants, or with others."""
-    peak, memory, units, x8, x4, *_ = DEVICES[device]
-    peaks = [("bfloat16", peak), ("float16", peak)]
-    peaks += [("float8", peak * x8)] if x8 > 1 else []
-    peaks += [("float4", peak * x4)] if x4 > 2 else []
-    return Machine(device, tuple(peaks), memory, units, constants or efficiency(device))
+    return Machine.of(hardware(device), constants)
 
 
 def links_of(device: str, source: str) -> Links:
-    """Typical links of the device, or what the source says of its cluster."""
-    *_, per_node, intra, inter = DEVICES[device]
+    """Usual links of the device, or what the source says of its cluster."""
+    links = Links.of_profile(hardware(device))
     if source.startswith("BigScience 176B"):
         # Jean Zay, BLOOM model card: "8 GPUs per node using NVLink 4 inter-gpu connects, 4 OmniPath links".
         # Four links between a pair is a board of four (inferred); boards meet over PCIe 4 x16, shared by two.
-        return Links(per_node, intra, 6.25e9, island=4, island_link=16e9)
+        return replace(links, inter=6.25e9, island=4, island_link=16e9)
     if source.startswith("BigScience GPT-2"):
-        per_node = 4  # Jean Zay: four V100 on a node, four 100 Gb/s links
-    return Links(per_node=per_node, intra=intra, inter=inter)
+        return replace(links, per_node=4)  # Jean Zay: four V100 on a node, four 100 Gb/s links
+    return links
 
 
 def device_of(name: str) -> str:
     """Device name of a `gpu_type` cell."""
-    for start, device in GPU_NAMES:
-        if name.startswith(start):
-            return device
-    raise Skip(f"no data sheet for {name}")
+    try:
+        return hardware(name).name
+    except HardwareError:
+        raise Skip(f"no data sheet for {name}") from None
 
 
 MOE = {  # model cell starts with: experts, top_k, expert ffn, shared ffn, dense layers, dense ffn, latent attention
@@ -208,7 +185,7 @@ def run_of(row: Row, dtype: str) -> Run:
         how = How(dtype, lora="LoRA" in row["model"], graphs=device.startswith("gb") and not dense)
         shard = "zero3" if "FSDP" in row["shard"] else "zero1"
         # Bridge's recipes overlap dispatch and combine where experts span nodes.
-        spans = number(row["EP"]) * number(row["TP"]) > DEVICES[device][5]
+        spans = number(row["EP"]) * number(row["TP"]) > hardware(device).link_devices
         overlap = "1F1B comm overlap" in notes or (source.startswith("NVIDIA") and spans)
         return Run(how, recompute, shard, overlap_tp=dense, overlap_ep=overlap, grad_bytes=2.0)
     return Run(How(dtype), recompute)

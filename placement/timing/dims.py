@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rolemesh.placement.model import ModelShape
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -14,7 +16,8 @@ class Dims:
     mixture-of-experts model that have a plain feed-forward. Latent attention (DeepSeek) is `kv_rank` > 0:
     queries and keys are `head_dim` wide, values `value_dim`, and the cache holds `kv_rank` + `rope_dim`
     numbers of a token. `window` > 0 limits attention to that many tokens on `windowed` of the layers;
-    `attention_share` is the part of the layers that have softmax attention at all.
+    `attention_share` is the part of the layers that have softmax attention at all. `head_columns` is the width of
+    the head, 0: the vocabulary.
     """
 
     n_layers: int
@@ -38,31 +41,28 @@ class Dims:
     window: int = 0
     windowed: float = 0.0
     attention_share: float = 1.0
+    head_columns: int = 0
 
     @classmethod
-    def of(cls, shape: Any) -> Dims:
+    def of(cls, shape: ModelShape | Dims) -> Dims:
         """The sizes of a `ModelShape`; a `Dims` is itself."""
         if isinstance(shape, cls):
             return shape
-
-        def get(name: str, default: Any = 0) -> Any:
-            return getattr(shape, name, default) or default
-
-        return cls(
-            shape.n_layers,
-            shape.hidden,
-            shape.n_heads,
-            shape.n_kv_heads,
-            shape.head_dim,
-            shape.ffn,
-            shape.vocab,
-            tied=shape.tied,
-            n_experts=get("n_experts"),
-            top_k=get("top_k"),
-            expert_ffn=get("expert_ffn"),
-            shared_ffn=get("shared_ffn"),
-            n_dense_layers=get("n_dense_layers"),
-        )
+        sizes: dict[str, Any] = {
+            "tied": shape.tied and shape.n_labels is None,
+            "gated": shape.gated,
+            "window": shape.window or 0,
+            "windowed": 1.0 if shape.window else 0.0,
+        }
+        if moe := shape.moe:
+            sizes |= {"n_experts": moe.n, "top_k": moe.top_k, "expert_ffn": moe.ffn}
+            sizes |= {"shared_ffn": moe.shared_ffn, "n_dense_layers": shape.n_dense_layers}
+        if latent := shape.latent:
+            sizes |= {"q_rank": latent.q_rank or 0, "kv_rank": latent.kv_rank}
+            sizes |= {"rope_dim": latent.rope_dim, "value_dim": latent.v_dim}
+        head = shape.vocab if shape.n_labels is None else shape.n_labels
+        kept = (shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn)
+        return cls(*kept, shape.vocab, head_columns=head, **sizes)
 
     @property
     def q_dim(self) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from rolemesh.placement.hardware import HardwareProfile
+
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5}
 
 
@@ -40,8 +42,10 @@ class Efficiency:
         step_fixed: seconds of each step outside of all this (host work, gradient norm, logging).
         jitter: how much each doubling of the number of devices lengthens a step.
         imbalance: how much longer experts take than under even routing.
-        decode_memory: share of the memory bandwidth that decoding reaches; `decode_kernel` seconds a kernel.
-        serving: seconds of scheduling and sampling in each decode step.
+        decode_memory: share of the memory bandwidth that weights and KV cache are read at.
+        decode_gemm: share of `gemm16`, `gemm8`, `gemm4` that products with few rows reach.
+        decode_kernel: seconds of one kernel of a decode step, started from a recorded graph.
+        serving: seconds of scheduling and sampling in each decode step; `serving_sequence` more for each sequence.
     """
 
     power: float = 1.0
@@ -72,7 +76,9 @@ class Efficiency:
     imbalance: float = 1.1
     decode_memory: float = 0.8
     decode_kernel: float = 3e-6
+    decode_gemm: float = 0.8
     serving: float = 1e-3
+    serving_sequence: float = 5e-6
 
     def gemm(self, dtype: str) -> float:
         """Share of the peak for products in `dtype`."""
@@ -101,6 +107,17 @@ class Machine:
             if name in peaks:
                 return peaks[name] * self.efficiency.power
         return max(peaks.values()) * self.efficiency.power
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, constants: Efficiency | None = None) -> Machine:
+        """A device type with its stored constants, or with others."""
+        figures = _data()["devices"].get(profile.name, {})
+        peaks = dict(profile.flops)
+        if "float4" in figures:
+            peaks["float4"] = float(figures["float4"]) * 1e12
+        units = int(figures.get("units", 1 if profile.device_kind == "cpu" else 108))
+        chosen = constants or efficiency(profile.name)
+        return cls(profile.name, tuple(peaks.items()), profile.memory_bytes_per_s, units, chosen)
 
     @staticmethod
     def bytes_of(dtype: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rolemesh.placement.layout import Layout
+from rolemesh.placement.model import padded_vocab
 from rolemesh.placement.timing.dims import Dims
 from rolemesh.placement.timing.efficiency import Machine
 from rolemesh.placement.timing.gemm import gemm_seconds
@@ -202,7 +203,9 @@ def _elementwise(
 def head(dims: Dims, layout: Layout, *, tokens: float, machine: Machine, how: How, chunked: bool = False) -> Pass:
     """Logits and cross-entropy over this rank's part of the vocabulary; `chunked` makes logits twice."""
     out = Pass()
-    columns = 128 * -(-dims.vocab // (128 * layout.tp))  # padded, as Megatron does
+    columns = dims.head_columns or dims.vocab
+    if columns == dims.vocab:
+        columns = padded_vocab(dims.vocab, layout.tp) // layout.tp
     forward, backward = _product(tokens, dims.hidden, columns, machine, how, wide(how.dtype))
     out.add("gemm", forward, backward + (forward if chunked else 0.0))
     loose = 1.0 if how.fused else machine.efficiency.unfused
