@@ -21,10 +21,11 @@ from pathlib import Path
 from rolemesh.placement.hardware import HardwareError, hardware
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.memory import GIB, Software, software, training_memory
-from rolemesh.placement.memory.process import process_memory
+from rolemesh.placement.memory.process import default_margin, process_memory
 from rolemesh.placement.model import Experts, LatentAttention, ModelShape
 
 TRUTH = Path(__file__).parent / "data" / "truth" / "memory_truth.csv"
+ARCHITECTURES = TRUTH.with_name("model_arch.csv")
 UNITS = {"GB": 1e9, "GiB": GIB, "MB": 2**20, "MiB": 2**20, "bytes": 1.0}
 Row = Mapping[str, str]
 
@@ -108,8 +109,9 @@ def _row_line(row: Compared) -> str:
     measured = f"{row.measured / GIB:8.2f}" if row.measured else " " * 8
     error = f"{row.predicted / row.measured - 1:+7.1%}" if row.measured else " " * 7
     verdict = {None: "", True: "fits", False: "OOM"}
+    amounts = f"{measured} {row.predicted / GIB:8.2f} {error}"
     return (
-        f"{row.line:4} {row.source[:24]:24} {row.model[:30]:30} {measured} {row.predicted / GIB:8.2f} {error} "
+        f"{row.line:4} {row.source[:24]:24} {row.model[:30]:30} {amounts} "
         f"{verdict[row.fits]:5} {verdict[row.fits_predicted]}"
     )
 
@@ -143,19 +145,25 @@ def _compare_row(row: Row, line: int) -> Compared:
     elif what.startswith("peak above model states"):
         predicted = items.working_bytes
     elif "nvidia-smi" in what or what == "rounded up per GPU":
-        assert process is not None
         predicted = process.total + items.cached
     fits, fits_predicted = None, None
     if row["kind"] == "measured" and "above" not in what:
         fits = row["outcome"] == "fits"
         try:
-            fits_predicted = process.total <= hardware(row["gpu_type"]).memory_bytes
+            fits_predicted = process.total <= usable(row["gpu_type"])
         except HardwareError:
             fits = None
     value = row["memory_value"]
-    ran = row["outcome"] not in ("OOM",) and not row["outcome"].startswith("OOM by") or "activations" == what
+    ran = (
+        row["outcome"] not in ("OOM",) and not row["outcome"].startswith("OOM by")
+    ) or what == "activations"
     measured = float(value) * UNITS[row["memory_unit"]] if value and ran and "failure" not in what else None
     return Compared(row["source"], row["model"], predicted, measured, fits, fits_predicted, line)
+
+
+def usable(device: str) -> float:
+    """Bytes of a device that a process may take by the verdict's margin."""
+    return hardware(device).memory_bytes * (1 - default_margin())
 
 
 def number(row: Row, key: str, default: int | None = None) -> int:
@@ -258,55 +266,68 @@ def _stages(row: Row) -> list[int] | None:
 def shape_of(row: Row) -> ModelShape:
     """The row's model; what the csv leaves out is known of the published model or follows from its size."""
     name = row["model"]
+    if name.startswith("Nemotron-3"):
+        raise SkippedError("Mamba layers are not modelled")
     for key, known in KNOWN.items():
         if name.startswith(key):
             return known
-    if name.startswith("Nemotron-3"):
-        raise SkippedError("Mamba layers are not modelled")
+    if not row["hidden"] or "/expert" in row["ffn"]:
+        return published_shape(name)
     hidden, heads = number(row, "hidden"), number(row, "heads", 0)
-    vocab = number(row, "vocab", 51200)
+    vocab, ffn = number(row, "vocab", 51200), number(row, "ffn")
     if row["layers"]:
         layers = int(row["layers"])
     else:  # from the number of parameters: 12 h^2 of a layer, and the embedding
         layers = round((float(row["params_b"]) * 1e9 - vocab * hidden) / (12 * hidden**2))
-    ffn = number(row, "ffn")
     if name.startswith("GPT"):
         return ModelShape.gpt(layers, hidden, heads or hidden // 128, vocab, 2048, ffn=ffn)
-    qwen = name.startswith("Qwen3")
-    head_dim = 128 if qwen else hidden // heads
-    tied = qwen and hidden <= 2560
+    kv_heads, qwen = number(row, "kv_heads", heads), name.lower().startswith("qwen3")
+    head_dim, tied = 128 if qwen else hidden // heads, qwen and hidden <= 2560
     return ModelShape(
-        "llama",
-        layers,
-        hidden,
-        ffn,
-        heads,
-        number(row, "kv_heads", heads),
-        head_dim,
-        vocab,
-        8192,
-        tied=tied,
-        qk_norm=qwen,
+        "llama", layers, hidden, ffn, heads, kv_heads, head_dim, vocab, 8192, tied=tied, qk_norm=qwen
     )
 
 
-def _moe(
-    layers: int, hidden: int, heads: int, kv: int, vocab: int, experts: Experts, ffn: int = 1, **more: object
-) -> ModelShape:
-    return ModelShape("qwen3_moe", layers, hidden, ffn, heads, kv, 128, vocab, 8192, moe=experts, **more)  # type: ignore[arg-type]
+def published_shape(name: str) -> ModelShape:
+    """A model of model_arch.csv whose name the row's begins with; SkippedError where there is none."""
+    plain = name.lower()
+    known = [arch for arch in read(ARCHITECTURES) if plain.startswith(arch["model"].lower())]
+    if not known:
+        raise SkippedError("sizes of the model are not given")
+    arch = max(known, key=lambda arch: len(arch["model"]))
+    hidden, heads = int(arch["hidden"]), int(arch["heads"])
+    moe = None
+    if arch["experts"]:
+        dense = range(int(arch["dense_layers"] or 0))
+        sizes = [int(arch[key] or 0) for key in ("experts", "top_k", "expert_ffn", "shared_expert_ffn")]
+        moe = Experts(*sizes, dense_layers=tuple(dense))
+    return ModelShape(
+        plain.split("-")[0],
+        int(arch["layers"]),
+        hidden,
+        int(arch["ffn"]),
+        heads,
+        int(arch["kv_heads"] or heads),
+        int(arch["head_dim"] or hidden // heads),
+        int(arch["vocab"]),
+        8192,
+        tied=arch["tied_embeddings"] == "yes",
+        qkv_bias=plain.startswith(("qwen2", "glm")),
+        qk_norm=plain.startswith("qwen3"),
+        moe=moe,
+    )
 
 
 KNOWN = {
-    "Qwen3-30B-A3B": _moe(48, 2048, 32, 4, 151936, Experts(128, 8, 768), qk_norm=True),
-    "Qwen3-235B-A22B": _moe(94, 4096, 64, 4, 151936, Experts(128, 8, 1536), qk_norm=True),
-    # INTELLECT-3 is trained from GLM-4.5-Air (glm4.5-106B-A12B of model_arch.csv).
-    "INTELLECT-3": _moe(46, 4096, 96, 8, 151552, Experts(128, 8, 1408, 1408, dense_layers=(0,)), 10944, qkv_bias=True),
+    "INTELLECT-3": published_shape("glm4.5-106B-A12B"),  # trained from GLM-4.5-Air
     "Moonlight-16B-A3B": ModelShape(
         "deepseek_v3", 27, 2048, 11264, 16, 16, 192, 163840, 8192,
         moe=Experts(64, 6, 1408, 2816, dense_layers=(0,)), latent=LatentAttention(512, 64, 128, 128),
     ),
-    "Nemotron4-15B": ModelShape("nemotron", 32, 6144, 24576, 48, 8, 128, 256000, 4096, gated=False, norm_bias=True),
-    "GPT-52B": ModelShape.gpt(64, 8192, 64, 50257, 1024),
+    "Nemotron4-15B": ModelShape(
+        "nemotron", 32, 6144, 24576, 48, 8, 128, 256000, 4096, gated=False, norm_bias=True
+    ),
+    "GPT-52B": ModelShape.gpt(64, 8192, 32, 50257, 1024),  # experiments/gpt2-meg of the same repository
 }  # fmt: skip
 
 

@@ -118,7 +118,13 @@ def expert_tokens(shape: ModelShape, layout: Layout, run: Pass, software: Softwa
 
 
 def module_bytes(
-    shape: ModelShape, layout: Layout, run: Pass, software: Software, modules: Collection[Module], *, moe: bool
+    shape: ModelShape,
+    layout: Layout,
+    run: Pass,
+    software: Software,
+    modules: Collection[Module],
+    *,
+    moe: bool,
 ) -> float:
     """What a layer need not keep when these modules are recomputed from their inputs."""
     size, parts = run.dtype_bytes, _sequence_parts(layout)

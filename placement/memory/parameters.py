@@ -155,7 +155,7 @@ def _ends(shape: ModelShape, layout: Layout, stage: int, padded: bool) -> tuple[
 
 
 def _largest(shape: ModelShape, layout: Layout, *, dense: bool) -> int:
-    """The feed-forward's first matrix, gate and up in one, or all local experts' where layers have experts."""
+    """The feed-forward's first matrix, gate and up in one; of all local experts where layers have them."""
     if dense or shape.moe is None:
         return (1 + shape.gated) * shape.ffn * shape.hidden // layout.tp
     return shape.moe.n // layout.ep * (1 + shape.gated) * shape.moe.ffn * shape.hidden // layout.etp

@@ -40,6 +40,11 @@ def slack_fraction(by: Software, *, without: str | None = None) -> float:
     return sum(fits.values()) / len(fits)
 
 
+def default_margin() -> float:
+    """Part of a device that a plan leaves free."""
+    return float(memory_data()["process"]["margin"][0])
+
+
 def process_memory(
     items: MemoryItems, device: str, layout: Layout, by: Software, *, without: str | None = None
 ) -> MemoryItems:

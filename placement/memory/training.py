@@ -65,8 +65,8 @@ def training_memory(
     """
     plan = _Plan(
         shape, layout, Pass.of(layout, micro_batch, seq_len, dtype), n_micro_batches, recompute,
-        frozenset(modules), by or software("megatron"), head, tuple(layers_of(shape, layout, stages)), lora_rank,
-        offload_activations,
+        frozenset(modules), by or software("megatron"), head, tuple(layers_of(shape, layout, stages)),
+        lora_rank, offload_activations,
     )  # fmt: skip
     if head not in ("fused", "materialised", "chunked"):
         raise ValueError(f"head {head!r} is none of fused, materialised, chunked")
@@ -128,11 +128,14 @@ class _Plan:
         moments = {
             "layer": self._layer_moment(stage, params),
             "head": self._head_moment(stage, params),
+            "gradient": self._gradient_moment(stage, params),
             "step": self._step_moment(params, adapters),
         }
         sizes = {name: sum(moment.values()) for name, moment in moments.items()}
         phase = max(sizes, key=lambda name: sizes[name])
-        cached = min(sizes["step"], max(sizes["layer"], sizes["head"]))
+        passes = max(size for name, size in sizes.items() if name != "step")
+        copy = (phase != "gradient") * moments["gradient"]["gradient copy"]
+        cached = min(sizes["step"], passes) + copy
         return MemoryItems(states, moments[phase], stage, phase, cached)
 
     def _mine(self, stage: int) -> tuple[int, int]:
@@ -228,9 +231,15 @@ class _Plan:
         shared = self.by.shards("optimizer")
         dense = params.dense / (dense_ranks if shared else 1)
         experts = params.experts / (expert_ranks if shared else 1)
+        return {"optimizer step": self.by.step * (dense + experts)}
+
+    def _gradient_moment(self, stage: int, params: RankParams) -> Mapping[str, float]:
+        """A micro-batch's backward pass ends, with the embedding's on stage 0; the others are still kept."""
+        others = 1 - 1 / max(self._in_flight(stage), 1)
         return {
-            "optimizer step": self.by.step * (dense + experts),
+            "activations": others * self._kept(stage),
             "gradient copy": self.by.grad_copy * params.largest,
+            "weight gradient": self._loose_grad(params.largest),
         }
 
     def _loose_grad(self, matrix: int) -> float:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from rolemesh.placement.hardware import HardwareProfile
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.memory.items import GIB, MemoryItems
-from rolemesh.placement.memory.process import communicator_bytes, context_bytes, slack_fraction
+from rolemesh.placement.memory.process import (
+    communicator_bytes,
+    context_bytes,
+    default_margin,
+    slack_fraction,
+)
 from rolemesh.placement.memory.software import Software, software
 
 
@@ -76,13 +81,19 @@ class Shortfall:
 
 
 def check_fit(
-    demands: Mapping[str, Demand], device: HardwareProfile, *, by: Software | None = None
+    demands: Mapping[str, Demand],
+    device: HardwareProfile,
+    *,
+    by: Software | None = None,
+    margin: float | None = None,
 ) -> Fit | Shortfall:
     """Whether the roles fit on one device of each of them, one operation at a time.
 
     What stays of all roles adds up; the working set of the running operation comes on top, with the
-    allocator's slack on it. The process (context, communicators of every role) is there once.
+    allocator's slack on it. The process (context, communicators of every role) is there once. `margin` is the
+    part of the device left free.
     """
+    limit = device.memory_bytes * (1 - (default_margin() if margin is None else margin))
     by = by or software("megatron")
     fixed = context_bytes(device.name) + sum(
         communicator_bytes(demand.layout, device.name) for demand in demands.values()
@@ -96,8 +107,8 @@ def check_fit(
             if used > fullest:
                 fullest, where = used, (role, operation)
     role, operation = where
-    if fullest <= device.memory_bytes:
-        return Fit(fullest, device.memory_bytes, role, operation)
+    if fullest <= limit:
+        return Fit(fullest, limit, role, operation)
     items, layout = demands[role].operations[operation], demands[role].layout
     named = dict(items) | {
         f"{name}'s states": demand.resident
@@ -106,10 +117,10 @@ def check_fit(
     }
     item = max(named, key=lambda name: named[name])
     first_rank = int(layout.grid[items.stage].min())
-    return Shortfall(fullest, device.memory_bytes, role, operation, first_rank, item, named[item])
+    return Shortfall(fullest, limit, role, operation, first_rank, item, named[item])
 
 
 def usable_bytes(device: HardwareProfile, layouts: Mapping[str, Layout] | None = None) -> float:
-    """Bytes of a device that roles of these layouts may fill, slack aside."""
+    """Bytes of a device that roles of these layouts may fill, their allocator's slack included."""
     taken = sum(communicator_bytes(layout, device.name) for layout in (layouts or {}).values())
-    return device.memory_bytes - context_bytes(device.name) - taken
+    return device.memory_bytes * (1 - default_margin()) - context_bytes(device.name) - taken

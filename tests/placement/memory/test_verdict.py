@@ -40,7 +40,7 @@ def test_communicators_of_a_layout() -> None:
 def test_residents_add_up_and_one_operation_runs_at_a_time() -> None:
     actor = Demand({"update_actor": items(10, 8), "old_log_prob": items(10, 2)}, LAYOUT)
     ref = Demand({"ref_log_prob": items(6, 3)}, LAYOUT)
-    verdict = check_fit({"actor": actor, "ref": ref}, A100, by=SNUG)
+    verdict = check_fit({"actor": actor, "ref": ref}, A100, by=SNUG, margin=0)
     process = context_bytes("a100-40") + 2 * 6 * 294 * 2**20
     assert isinstance(verdict, Fit)
     assert (verdict.role, verdict.operation) == ("actor", "update_actor")
@@ -57,7 +57,7 @@ def test_an_offloaded_role_is_away_while_others_run() -> None:
 
 def test_a_shortfall_names_role_rank_item_and_gib() -> None:
     critic = Demand({"update_critic": items(30, 10, stage=1)}, LAYOUT)
-    verdict = check_fit({"critic": critic}, A100, by=SNUG)
+    verdict = check_fit({"critic": critic}, A100, by=SNUG, margin=0)
     assert isinstance(verdict, Shortfall)
     assert (verdict.role, verdict.operation, verdict.rank) == ("critic", "update_critic", 4)
     assert (verdict.item, verdict.item_bytes) == ("weights", 30 * GIB)
@@ -83,9 +83,13 @@ def test_slack_grows_with_the_working_set_unless_segments_expand() -> None:
 
 def test_a_cpu_slot_has_no_context() -> None:
     cpu = hardware("cpu")
-    assert usable_bytes(cpu, {"actor": Layout(dp=2)}) == cpu.memory_bytes
+    assert usable_bytes(cpu, {"actor": Layout(dp=2)}) == 0.99 * cpu.memory_bytes
 
 
 def test_usable_bytes_leave_out_context_and_communicators() -> None:
     taken = (1573 + 2 * 294) * 2**20
-    assert usable_bytes(A100, {"actor": Layout(dp=8)}) == A100.memory_bytes - taken
+    assert usable_bytes(A100, {"actor": Layout(dp=8)}) == 0.99 * A100.memory_bytes - taken
+
+
+def test_a_plan_leaves_one_percent_of_the_device_free() -> None:
+    assert check_fit({"ref": Demand({"score": items(10, 1)}, LAYOUT)}, A100).limit == 0.99 * A100.memory_bytes
