@@ -14,7 +14,7 @@ from typing import Any
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.timing import collectives as net
 from rolemesh.placement.timing.dims import Dims
-from rolemesh.placement.timing.efficiency import Machine
+from rolemesh.placement.timing.efficiency import Efficiency, Machine
 from rolemesh.placement.timing.layer import How, Pass, decoder_layer, head, wide
 from rolemesh.placement.timing.links import Links
 
@@ -83,11 +83,97 @@ def stage_layers(n_layers: int, pp: int, vpp: int = 1) -> list[int]:
     return [n_layers // pp + (stage < n_layers % pp) for stage in range(pp)]
 
 
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch: kind -> (forward, backward) seconds on the stage that takes longest, their sum (`turn`),
+    and what filling and draining the pipeline adds; the same for a forward pass alone.
+    """
+
+    stage: Mapping[str, tuple[float, float]]
+    turn: float
+    bubble: float
+    forward: Mapping[str, float]
+    forward_turn: float
+    forward_bubble: float
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Between data-parallel ranks: seconds to gather weights, to reduce and scatter gradients, to all-reduce
+    them (`both`), and of the optimizer. `trained` is 0 where weights have no gradients (adapters).
+    """
+
+    gather: float
+    scatter: float
+    both: float
+    trained: float
+    n_layers: int
+    optimizer: float
+
+    def exposed(self, work: Work, n_micro: int, run: Run, eff: Efficiency) -> float:
+        """Seconds that the exchange adds to `n_micro` micro-batches it runs beside."""
+        forward = sum(f for f, _ in work.stage.values())
+        if run.shard in ("zero2", "zero3"):
+            gathers = 2 if run.shard == "zero3" else 1
+            each = gathers * self.gather + self.scatter
+            first = self.gather / max(1, self.n_layers)  # nothing to hide the first layer's weights behind
+            return n_micro * (hidden(each, work.turn, eff) + first)
+        if run.shard == "zero1":
+            windows = ((self.gather * self.trained, forward), (self.scatter, work.turn - forward))
+        else:
+            windows = ((self.both, work.turn - forward),)
+        return sum(hidden(s, window, eff) if run.overlap_dp else s for s, window in windows)
+
+
+def hidden(communication: float, work: float, eff: Efficiency) -> float:
+    """Seconds that communication adds to `work` it runs beside: it takes processors, and may outlast it."""
+    return (1 - eff.overlap) * communication + max(0.0, eff.overlap * communication - work)
+
+
+def waiting_share(world: int, machine: Machine) -> float:
+    """How much longer a step of `world` devices takes because the slowest of them sets the pace."""
+    return machine.efficiency.jitter * math.log2(world) if world > 1 else 0.0
+
+
+def micro_batch_work(
+    shape: Any,
+    layout: Layout,
+    *,
+    micro_batch: float,
+    seq_len: int,
+    machine: Machine,
+    links: Links,
+    run: Run = Run(),  # noqa: B008  (a frozen value)
+) -> Work:
+    """What one micro-batch takes, for many steps that differ in the number of replicas or micro-batches."""
+    return _Step(Dims.of(shape), layout, micro_batch, 1, seq_len, machine, links, run).work()
+
+
+def data_exchange(shape: Any, layout: Layout, *, machine: Machine, links: Links, run: Run) -> Exchange:
+    """What data-parallel ranks exchange in a step, whatever the micro-batches."""
+    return _Step(Dims.of(shape), layout, 1, 1, 1, machine, links, run).exchange()
+
+
+def training_total(
+    work: Work, exchange: Exchange, n_micro: int, world: int, machine: Machine, run: Run
+) -> float:
+    """`training_seconds(...).total`, from its parts."""
+    seconds = n_micro * work.turn + work.bubble + exchange.optimizer + machine.efficiency.step_fixed
+    seconds += exchange.exposed(work, n_micro, run, machine.efficiency)
+    return seconds * (1 + waiting_share(world, machine))
+
+
+def inference_total(work: Work, n_micro: int, world: int, machine: Machine) -> float:
+    """`inference_seconds(...).total`, from its part."""
+    seconds = n_micro * work.forward_turn + work.forward_bubble + machine.efficiency.step_fixed
+    return seconds * (1 + waiting_share(world, machine))
+
+
 def training_seconds(
     shape: Any,
     layout: Layout,
     *,
-    micro_batch: int,
+    micro_batch: float,
     n_micro_batches: int,
     seq_len: int,
     machine: Machine,
@@ -103,7 +189,7 @@ def inference_seconds(
     shape: Any,
     layout: Layout,
     *,
-    micro_batch: int,
+    micro_batch: float,
     n_micro_batches: int,
     seq_len: int,
     machine: Machine,
@@ -119,7 +205,7 @@ def inference_seconds(
 class _Step:
     dims: Dims
     layout: Layout
-    micro_batch: int
+    micro_batch: float
     n_micro: int
     seq_len: int
     machine: Machine
@@ -208,12 +294,8 @@ class _Step:
         if not behind:
             return pair
         covers = (sum(forward.get(k, 0.0) for k in behind), sum(backward.get(k, 0.0) for k in behind))
-        return self._hidden(pair[0], covers[0]), self._hidden(pair[1], covers[1])
-
-    def _hidden(self, communication: float, work: float) -> float:
-        """Seconds that communication adds to `work` it runs beside: it takes processors, and may outlast it."""
-        share = self.machine.efficiency.overlap
-        return (1 - share) * communication + max(0.0, share * communication - work)
+        eff = self.machine.efficiency
+        return hidden(pair[0], covers[0], eff), hidden(pair[1], covers[1], eff)
 
     # -- stages ----------------------------------------------------------------------------------------------
 
@@ -263,30 +345,41 @@ class _Step:
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def train(self) -> TimeItems:
+    def work(self) -> Work:
+        """What one micro-batch takes; of the data-parallel size only where stages' sends cross nodes depends."""
         stages = self.stages()
         turns = [sum(f + b for f, b in stage.values()) for stage in stages]
+        forwards = [sum(f for f, _ in stage.values()) for stage in stages]
         slowest = max(range(len(turns)), key=turns.__getitem__)
-        items = {kind: self.n_micro * (f + b) for kind, (f, b) in stages[slowest].items()}
-        items["bubble"] = (sum(turns) - turns[slowest]) / self.layout.vpp
-        items["dp"] = self._data_parallel(stages[slowest], turns[slowest])
+        scoring = max(range(len(turns)), key=forwards.__getitem__)
+        return Work(
+            stages[slowest],
+            turns[slowest],
+            (sum(turns) - turns[slowest]) / self.layout.vpp,
+            {kind: f for kind, (f, _) in stages[scoring].items()},
+            forwards[scoring],
+            sum(forwards) - forwards[scoring],
+        )
+
+    def train(self) -> TimeItems:
+        work = self.work()
+        items = {kind: self.n_micro * (f + b) for kind, (f, b) in work.stage.items()}
+        items["bubble"] = work.bubble
+        items["dp"] = self.exchange().exposed(work, self.n_micro, self.run, self.machine.efficiency)
         items["optimizer"] = self._optimizer()
         items["fixed"] = self.machine.efficiency.step_fixed
         return self._with_jitter(items)
 
     def infer(self) -> TimeItems:
-        stages = self.stages()
-        turns = [sum(f for f, _ in stage.values()) for stage in stages]
-        slowest = max(range(len(turns)), key=turns.__getitem__)
-        items = {kind: self.n_micro * f for kind, (f, _) in stages[slowest].items()}
-        items["bubble"] = sum(turns) - turns[slowest]
+        work = self.work()
+        items = {kind: self.n_micro * f for kind, f in work.forward.items()}
+        items["bubble"] = work.forward_bubble
         items["fixed"] = self.machine.efficiency.step_fixed
         return self._with_jitter(items)
 
     def _with_jitter(self, items: dict[str, float]) -> TimeItems:
-        """The slowest of many devices sets the pace; what it adds is an item of its own."""
-        wait = self.machine.efficiency.jitter * math.log2(self.layout.world) if self.layout.world > 1 else 0.0
-        items["jitter"] = wait * sum(items.values())
+        """What the slowest of many devices adds is an item of its own."""
+        items["jitter"] = waiting_share(self.layout.world, self.machine) * sum(items.values())
         return TimeItems(tuple(items.items()))
 
     def _rank_params(self) -> tuple[float, float]:
@@ -307,10 +400,9 @@ class _Step:
             net.Group.of(experts, layout.ep * layout.etp, self.links),
         )
 
-    def _data_parallel(self, stage: Mapping[str, tuple[float, float]], turn: float) -> float:
+    def exchange(self) -> Exchange:
+        """Seconds of gradients and weights on their way, and of the optimizer; no micro-batch matters."""
         run, links, eff = self.run, self.links, self.machine.efficiency
-        forward = sum(f for f, _ in stage.values())
-        total = 0.0
         gather = scatter = both = 0.0
         trained = 0.0 if run.how.lora else 1.0
         pieces = max(1, self.dims.n_layers * run.gathers) if run.shard in ("zero2", "zero3") else 1
@@ -318,18 +410,7 @@ class _Step:
             gather += pieces * net.all_gather(2.0 * params / pieces, group, links, eff)
             scatter += trained * pieces * net.reduce_scatter(run.grad_bytes * params / pieces, group, links, eff)
             both += trained * net.all_reduce(run.grad_bytes * params, group, links, eff)
-        if run.shard in ("zero2", "zero3"):
-            gathers = 2 if run.shard == "zero3" else 1
-            each = gathers * gather + scatter
-            first = gather / max(1, self.dims.n_layers)  # nothing to hide the first layer's weights behind
-            return self.n_micro * (self._hidden(each, turn) + first)
-        if run.shard == "zero1":
-            windows = ((gather * trained, forward), (scatter, turn - forward))
-        else:
-            windows = ((both, turn - forward),)
-        for seconds, window in windows:
-            total += self._hidden(seconds, window) if run.overlap_dp else seconds
-        return total
+        return Exchange(gather, scatter, both, trained, self.dims.n_layers, self._optimizer())
 
     def _optimizer(self) -> float:
         """Adam: reads gradient, master, two moments; writes master, moments, weights; and the gradient norm."""
@@ -351,4 +432,18 @@ def _add(
         total[kind] = (before[0] + times * forward, before[1] + times * backward)
 
 
-__all__ = ["How", "Run", "TimeItems", "inference_seconds", "stage_layers", "training_seconds", "wide"]
+__all__ = [
+    "Exchange",
+    "How",
+    "Run",
+    "TimeItems",
+    "Work",
+    "data_exchange",
+    "inference_seconds",
+    "inference_total",
+    "micro_batch_work",
+    "stage_layers",
+    "training_seconds",
+    "training_total",
+    "wide",
+]
