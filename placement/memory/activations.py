@@ -71,7 +71,9 @@ def attention_bytes(shape: ModelShape, layout: Layout, run: Pass, software: Soft
     if shape.latent:
         whole += _norm(software, size) * (shape.latent.kv_rank + (shape.latent.q_rank or 0))
         whole += run.matmul_bytes * (shape.latent.kv_rank + (shape.latent.q_rank or 0))
-    return run.tokens * (whole / _sequence_parts(layout) + cut / layout.tp)
+    # Rotary tables, the same for all rows of a micro-batch.
+    tables = software.rotary * run.seq_len / layout.cp * size * _rotary_dim(shape)
+    return run.tokens * (whole / _sequence_parts(layout) + cut / layout.tp) + tables
 
 
 def score_bytes(shape: ModelShape, layout: Layout, run: Pass, software: Software) -> float:
@@ -171,6 +173,12 @@ def _norm(software: Software, size: int) -> float:
 
 def _sequence_parts(layout: Layout) -> int:
     return layout.tp if layout.sequence_parallel else 1
+
+
+def _rotary_dim(shape: ModelShape) -> int:
+    if shape.learned_positions:
+        return 0
+    return shape.latent.rope_dim if shape.latent else shape.head_dim
 
 
 def _attention_widths(shape: ModelShape) -> tuple[int, int, int]:

@@ -37,6 +37,7 @@ class Software:
         norm: bytes that a norm keeps per value, beside the output; 0: its input in the dtype.
         glu: tensors as wide as the feed-forward that a gated one keeps beside gate and up projection.
         rope: rotated queries and keys are kept beside the projections that they were made from.
+        rotary: tables of cosines and sines that each layer keeps, one row per position.
         dropout: masks of one byte per value are kept.
         logit: bytes per logit at the peak of a head that makes all logits, loss and gradient included.
         expert_saved, expert_grad: bytes per hidden value of a token sent to an expert, kept and at the
@@ -66,6 +67,7 @@ class Software:
     norm: float = 0
     glu: float = 1
     rope: bool = True
+    rotary: float = 0
     dropout: bool = False
     logit: float = 10
     expert_saved: float = 4

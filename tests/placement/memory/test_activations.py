@@ -42,19 +42,21 @@ def test_a_gpt_layer_keeps_34_bytes_per_value_and_5_per_score() -> None:
 
 
 # hidden 512, 8 heads of 64, 2 KV heads, feed-forward 1376, 256 tokens: bytes per token that torch's
-# saved-tensor hooks see on one layer of megatron-core's modules on a CPU, rotary tables left out.
+# saved-tensor hooks see on one layer of megatron-core's modules on a CPU; and, for all tokens of a position,
+# cosines and sines for queries and for keys: 4 * 64 values.
 #   norms: fp32 input and fp32 normalised, output in the dtype, twice      2 * 512 * (8 + 2)     = 10240
 #   projections of q, k, v in one tensor (512 + 2 * 128)                   2 * 768               =  1536
 #   rotated queries and keys                                               2 * (512 + 128)       =  1280
 #   attention's output, and the log-sum of each row                        2 * 512 + 4 * 8       =  1056
 #   gate and up; silu of the gate, a copy of up, the product               2 * (2 + 3) * 1376    = 13760
 HOOKED = 10240 + 1536 + 1280 + 1056 + 13760
+TABLES = 4 * 64 * 2
 GQA = ModelShape("llama", 1, 512, 1376, 8, 2, 64, 4096, 4096)
 
 
 def test_a_layer_on_a_cpu_keeps_what_saved_tensor_hooks_saw() -> None:
     run = Pass.of(Layout(), 1, 256, "bfloat16")
-    assert layer_bytes(GQA, Layout(), run, software("megatron-cpu"), moe=False) == HOOKED * 256
+    assert layer_bytes(GQA, Layout(), run, software("megatron-cpu"), moe=False) == (HOOKED + TABLES) * 256
 
 
 def test_tp_divides_inner_tensors_and_sequence_parallel_the_norms_too() -> None:
@@ -62,7 +64,8 @@ def test_tp_divides_inner_tensors_and_sequence_parallel_the_norms_too() -> None:
     by, run = software("megatron-cpu"), Pass.of(Layout(tp=2), 1, 256, "bfloat16")
     plain = layer_bytes(GQA, Layout(tp=2), run, by, moe=False)
     parallel = layer_bytes(GQA, Layout(tp=2, sequence_parallel=True), run, by, moe=False)
-    assert (plain, parallel) == (256 * (norms + inner / 2), 256 * (norms + inner) / 2)
+    tables = 256 * TABLES
+    assert (plain - tables, parallel - tables) == (256 * (norms + inner / 2), 256 * (norms + inner) / 2)
 
 
 def test_cp_divides_everything_but_the_span_of_attention() -> None:
