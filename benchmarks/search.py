@@ -142,6 +142,21 @@ class SyntheticCosts:
                         share if offload else 0.0,
                     )
 
+    def floor_s(self, role: str, devices: DeviceSet) -> dict[str, float]:
+        """The arithmetic alone at the best efficiency; of generation, reading the weights."""
+        device, weights = DEVICES[devices.device_type], PARAMETERS[role]
+        if role == "rollout":
+            most = 512 * devices.world
+            steps = max(1.0, PROMPTS / most) * RESPONSE
+            return {"generate": steps * 2 * weights / min(devices.world, 32) / (device.bandwidth * 0.7)}
+        forward = TOKENS * 2 * weights / (device.flops * 0.9 * devices.world)
+        return {
+            "actor": {"old_log_prob": forward, "update_actor": 3 * forward},
+            "critic": {"values": forward, "update_critic": 3 * forward, "advantage": 0.05},
+            "ref": {"ref_log_prob": forward},
+            "reward": {"reward": forward},
+        }[role]
+
     def transfer_s(self, operation, source, source_devices, target, target_devices, *, together) -> float:  # type: ignore[no-untyped-def]
         moved = 2 * PARAMETERS["actor"]
         ends = ((source, source_devices), (target, target_devices))

@@ -71,7 +71,12 @@ class RoleCost:
 
 
 class Costs(Protocol):
-    """Where the search gets its numbers; every answer is a pure function of the arguments."""
+    """Where the search gets its numbers; every answer is a pure function of the arguments.
+
+    It may also have `floor_s(role, devices) -> Mapping[str, float]`: seconds by operation that no option of
+    `role` there is below, found in microseconds. The search then asks for the options only of devices that
+    the floors leave a chance, which large clusters need.
+    """
 
     def options(self, role: str, devices: DeviceSet) -> Sequence[RoleCost]:
         """All legal ways to run `role` there, memory not looked at; empty when there is none."""

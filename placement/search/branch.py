@@ -35,10 +35,8 @@ Choices = tuple[Choice, ...]
 class Group:
     """One grouping of roles: its pools' choices and the schedules of its step."""
 
-    def __init__(
-        self, problem: Problem, pools: Grouping, choices: Sequence[PoolChoices], staleness: int
-    ) -> None:
-        self.problem, self.pools, self.choices, self.staleness = problem, pools, choices, staleness
+    def __init__(self, problem: Problem, pools: Grouping, choices: Sequence[PoolChoices]) -> None:
+        self.problem, self.pools, self.choices = problem, pools, choices
         self.pool_of = {role: k for k, pool in enumerate(pools) for role in pool}
         wishes = [pin for pin in problem.pins if pin.about_pools and pin.strength != "must"]
         self.unmet = [pin for pin in wishes if not pin.wanted(pin.holds_for_pools(pools))]
@@ -49,7 +47,7 @@ class Group:
     def scheduler(self) -> Scheduler:
         """Schedules of the step on these pools."""
         pools = {role: self.names[k] for role, k in self.pool_of.items()}
-        return Scheduler(self.problem.graph, pools, staleness=self.staleness)
+        return Scheduler(self.problem.graph, pools, staleness=self.problem.staleness)
 
     def root(self) -> Choices | None:
         """All choices; None when a pool has none."""
@@ -80,13 +78,13 @@ class BranchAndBound:
         allowed: Sequence[Grouping],
         clock: Clock,
         *,
-        staleness: int = 0,
         known: Assignment | None = None,
         gap: float = 0.0,
         any_plan: bool = False,
     ) -> None:
         self.problem, self.shapes, self.allowed, self.clock = problem, shapes, allowed, clock
-        self.staleness, self.gap, self.any_plan = staleness, gap, any_plan
+        problem.clock = clock
+        self.gap, self.any_plan = gap, any_plan
         self.best, self.value = known, known.objective_s if known else math.inf
         self.found: dict[Grouping, tuple[float, Assignment]] = {}
         self.visited = 0
@@ -112,7 +110,12 @@ class BranchAndBound:
             self.visited += 1
             if self.visited % _DIVE_EVERY == 0:
                 self._dive(group, choices)
-            for child_bound, child in self._children(group, choices):
+            try:
+                children = self._children(group, choices)
+            except OutOfTime:
+                heapq.heappush(heap, (bound, depth, next(self._count), group, choices))
+                break
+            for child_bound, child in children:
                 heapq.heappush(heap, (max(bound, child_bound), depth - 1, next(self._count), group, child))
         bound = min(heap[0][0] if heap else math.inf, self.value)
         return Outcome(self.best, bound, self.visited, self._plans())
@@ -132,7 +135,7 @@ class BranchAndBound:
                 if roles not in made:
                     made[roles] = PoolChoices(self.problem, roles, self.shapes)
                     self.clock.check()
-            yield Group(self.problem, pools, [made[roles] for roles in pools], self.staleness)
+            yield Group(self.problem, pools, [made[roles] for roles in pools])
 
     def _dive(self, group: Group, choices: Choices) -> None:
         """Look for a better plan below a node: always the best child first, a few steps back when stuck."""
@@ -141,7 +144,10 @@ class BranchAndBound:
             if not stack or self.clock.over:
                 return
             value, self.visited = self.value, self.visited + 1
-            children = sorted(self._children(group, stack.pop()), key=lambda child: child[0])
+            try:
+                children = sorted(self._children(group, stack.pop()), key=lambda child: child[0])
+            except OutOfTime:
+                return
             if self.value < value:
                 return
             stack += [child for _, child in reversed(children)]

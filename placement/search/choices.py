@@ -123,12 +123,12 @@ class Range:
         fits = (self._needs <= np.array(room)).all(axis=1)
         indices = [self.start + int(i) for i in np.flatnonzero(fits)]
         if len(indices) <= _FEW:
-            return [self.pool.picks[i] for i in indices]
+            return [pick for i in indices if (pick := self.pool.pick(i)) is not None]
         parts = self._parts(indices[0], indices[-1] + 1)
         return [self.pool.range(start, stop) for start, stop in parts]
 
     def fitting(self) -> Range:
-        """Its shapes fit: the pool's list holds no others."""
+        """Which of its shapes fit is seen when they are looked at."""
         return self
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -152,23 +152,38 @@ Choice = Range | Pick
 
 
 class PoolChoices:
-    """All choices of a pool that holds `roles`: shapes on which they have options that fit together."""
+    """All choices of a pool that holds `roles`: shapes on which they may have options that fit together.
+
+    Where the costs have not been asked yet their floors bound the shape; they are asked when it is looked at.
+    """
 
     def __init__(self, problem: Problem, roles: tuple[str, ...], shapes: Sequence[Shape]) -> None:
         self.problem, self.roles = problem, roles
         self._ranges: dict[tuple[int, int], Range] = {}
-        picks = [self._pick(shape) for shape in shapes if all(problem.allowed(role, shape) for role in roles)]
-        self.picks = [pick for pick in picks if pick is not None]
-        self.types = [pick.shape.devices.device_type for pick in self.picks]
-        self.worlds = np.array([pick.shape.devices.world for pick in self.picks])
-        shape = len(self.picks), len(problem.space.classes)
-        self.needs = np.array([pick.need for pick in self.picks], dtype=int).reshape(shape)
-        self.least = np.array([pick.reach.least for pick in self.picks])
-        self.penalty = np.array([pick.reach.penalty for pick in self.picks])
+        self._picks: dict[int, Pick | None] = {}
+        self.shapes: list[Shape] = []
+        reaches = []
+        for shape in shapes:
+            if not all(problem.allowed(role, shape) for role in roles):
+                continue
+            if not all(problem.asked(role, shape) for role in roles):
+                reaches.append(self._floor(shape))
+            elif (pick := self._pick(shape)) is not None:
+                self._picks[len(self.shapes)] = pick
+                reaches.append(pick.reach)
+            else:
+                continue
+            self.shapes.append(shape)
+        self.types = [shape.devices.device_type for shape in self.shapes]
+        self.worlds = np.array([shape.devices.world for shape in self.shapes])
+        size = len(self.shapes), len(problem.space.classes)
+        self.needs = np.array([shape.need for shape in self.shapes], dtype=int).reshape(size)
+        self.least = np.array([reach.least for reach in reaches])
+        self.penalty = np.array([reach.penalty for reach in reaches])
 
     def root(self) -> Range | None:
         """All of them; None when there is none."""
-        return self.range(0, len(self.picks)) if self.picks else None
+        return self.range(0, len(self.shapes)) if self.shapes else None
 
     def range(self, start: int, stop: int) -> Range:
         """Shapes `start` to `stop`."""
@@ -176,14 +191,29 @@ class PoolChoices:
             self._ranges[start, stop] = Range(self, start, stop)
         return self._ranges[start, stop]
 
+    def pick(self, i: int) -> Pick | None:
+        """The i-th shape with all options that fit beside some of the others; None when none do."""
+        if i not in self._picks:
+            self._picks[i] = self._pick(self.shapes[i])
+        return self._picks[i]
+
     def _pick(self, shape: Shape) -> Pick | None:
-        """The shape with all options that fit beside some of the others; None when none do."""
-        lefts = [self.problem.left(role, shape) for role in self.roles]
-        left = tuple(some for some in lefts if some is not None)
-        if len(left) < len(lefts):
-            return None
-        penalty = sum(pin.weight for role in self.roles for pin in self.problem.unmet(role, shape))
-        return Pick(self, shape, penalty, left).fitting()
+        left = []
+        for role in self.roles:
+            mine = self.problem.left(role, shape)
+            if mine is None:
+                return None
+            left.append(mine)
+        return Pick(self, shape, self._penalty(shape), tuple(left)).fitting()
+
+    def _floor(self, shape: Shape) -> Reach:
+        least = np.zeros(len(self.problem.names))
+        for role in self.roles:
+            least[self.problem.columns[role]] = self.problem.floor(role, shape)
+        return Reach(least, least, self._penalty(shape))
+
+    def _penalty(self, shape: Shape) -> float:
+        return sum(pin.weight for role in self.roles for pin in self.problem.unmet(role, shape))
 
 
 def _narrow(left: list[Left], device: float, host: float) -> tuple[Left, ...] | None:

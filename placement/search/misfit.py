@@ -25,7 +25,6 @@ def explain_misfit(
     problem: Problem,
     allowed: Sequence[Grouping],
     clock: Clock,
-    staleness: int,
     visited: int,
     proven: bool,
     *,
@@ -122,6 +121,7 @@ def _any_plan(
         pins=problem.pins if pins is None else pins,
         seconds=dict(zip(problem.names, problem.fixed.tolist(), strict=True)),
     )
+    changed.survey(changed.space.shapes, timer)
     return BranchAndBound(changed, changed.space.shapes, allowed, timer, any_plan=True).run().best
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +13,15 @@ from numpy.typing import NDArray
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.costs import Costs, DeviceSet, RoleCost
 from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.schedule import Scheduler
+from rolemesh.placement.search.clock import Clock
 from rolemesh.placement.search.pins import Pin, check_pins
 from rolemesh.placement.search.space import Shape, Space
 
 Floats = NDArray[np.float64]
+
+
+_MOST_KEPT = 1024  # device sets whose options are kept
 
 
 class SearchError(ValueError):
@@ -90,12 +96,13 @@ class Problem:
         *,
         pins: Sequence[Pin] = (),
         seconds: Mapping[str, float] | None = None,
+        staleness: int = 0,
     ) -> None:
         check_pins(pins, roles)
         if unknown := sorted(set(roles) - {role for op in graph.operations for role in op.roles}):
             raise SearchError(f"step {graph.name!r} has no operation of {', '.join(unknown)}")
         self.graph, self.roles, self.cluster, self.costs = graph, tuple(roles), cluster, costs
-        self.pins = tuple(pins)
+        self.pins, self.staleness = tuple(pins), staleness
         self.space = Space(cluster, sorted({str(pin.value) for pin in pins if pin.what == "label"}))
         self.names = tuple(operation.name for operation in graph.order())
         self.transfers = self._transfers()
@@ -105,7 +112,10 @@ class Problem:
         }
         self.columns = {role: [self.names.index(name) for name in self.own[role]] for role in roles}
         self.fixed = np.array([self._fixed(name, carried, seconds or {}) for name in self.names])
+        self.clock = Clock(math.inf)
         self._options: dict[tuple[str, DeviceSet], tuple[RoleCost, ...]] = {}
+        self._excluded: set[tuple[str, int]] = set()
+        self._floors: dict[tuple[str, int], Floats] = {}
         self._lefts: dict[tuple[str, int], Left | None] = {}
         self._tables: dict[tuple[str, DeviceSet], RoleTable | None] = {}
         self._seconds_of_transfers: dict[Hashable, float] = {}
@@ -126,13 +136,59 @@ class Problem:
     def options(self, role: str, devices: DeviceSet) -> tuple[RoleCost, ...]:
         """What the costs say, asked once; the must-pins on options hold."""
         key = role, devices
-        if key not in self._options:
-            given = self.costs.options(role, devices)
-            musts = [pin for pin in self._cuts[role] if pin.strength == "must"]
-            self._options[key] = tuple(
-                cost for cost in given if all(pin.holds_for_option(cost.option) for pin in musts)
-            )
-        return self._options[key]
+        if key in self._options:
+            return self._options[key]
+        self.clock.check()
+        musts = [pin for pin in self._cuts[role] if pin.strength == "must"]
+        given = self.costs.options(role, devices)
+        found = tuple(cost for cost in given if all(pin.holds_for_option(cost.option) for pin in musts))
+        if len(self._options) < _MOST_KEPT:  # tables are kept in any case; this is for explanations
+            self._options[key] = found
+        return found
+
+    def floor(self, role: str, shape: Shape) -> Floats:
+        """Seconds that `role`'s operations take at least there, by column; 0 where the costs know none."""
+        key = role, id(shape)
+        if key not in self._floors:
+            floor_s = getattr(self.costs, "floor_s", lambda role, devices: {})
+            floors = floor_s(role, shape.devices)
+            self._floors[key] = np.array([floors.get(name, 0.0) for name in self.own[role]])
+        return self._floors[key]
+
+    def survey(self, shapes: Sequence[Shape], clock: Clock) -> None:
+        """Ask for the options of every role on the shapes, evenly spread ones first, while there is time."""
+        self.clock = Clock(math.inf)  # looked at between two questions
+        bits = max(1, len(shapes) - 1).bit_length()
+        spread = sorted(range(len(shapes)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+        for i in spread:
+            for role in self.roles:
+                if clock.over:
+                    return
+                if self.allowed(role, shapes[i]):
+                    self.left(role, shapes[i])
+
+    def asked(self, role: str, shape: Shape) -> bool:
+        """Whether the options of `role` there are known."""
+        return (role, id(shape)) in self._lefts
+
+    def exclude_above(self, objective_s: float) -> None:
+        """Let no role have a shape whose floors alone make every step as long as a known plan's."""
+        scheduler = Scheduler(self.graph, {}, staleness=self.staleness)
+        least = self.fixed.copy()
+        floors = {
+            role: np.array([self.floor(role, shape) for shape in self.space.shapes]) for role in self.roles
+        }
+        for role, rows in floors.items():
+            least[self.columns[role]] = rows.min(axis=0)
+        for role, rows in floors.items():
+            steps = np.tile(least, (len(rows), 1))
+            steps[:, self.columns[role]] = rows
+            bounds = scheduler.bounds(steps).tolist()
+            self._excluded |= {
+                (role, id(shape))
+                for shape, bound in zip(self.space.shapes, bounds, strict=True)
+                if bound >= objective_s
+            }
 
     def table(self, role: str, devices: DeviceSet) -> RoleTable | None:
         """The options worth looking at; None when none fits."""
@@ -150,8 +206,8 @@ class Problem:
         return self._lefts[key]
 
     def allowed(self, role: str, shape: Shape) -> bool:
-        """Whether the must-pins let `role` have these devices."""
-        return all(
+        """Whether the must-pins let `role` have these devices, and a better plan than the known one may."""
+        return (role, id(shape)) not in self._excluded and all(
             self._on(pin, shape)
             for pin in self.pins
             if pin.strength == "must" and pin.about_devices and role in pin.roles
@@ -281,10 +337,13 @@ def moved(cost: RoleCost) -> Hashable:
 
 def _pareto(rows: Floats, keys: Sequence[Hashable]) -> list[int]:
     """Rows that no other one with an equal key is at least as good as in every column; ascending."""
-    kept: dict[Hashable, list[int]] = {}
-    sums = rows.sum(axis=1)
-    for i in np.argsort(sums, kind="stable").tolist():
-        same = kept.setdefault(keys[i], [])
-        if not same or not (rows[same] <= rows[i]).all(axis=1).any():
-            same.append(i)
-    return sorted(i for same in kept.values() for i in same)
+    groups: dict[Hashable, list[int]] = {}
+    for i in np.argsort(rows.sum(axis=1), kind="stable").tolist():
+        groups.setdefault(keys[i], []).append(i)
+    kept = []
+    for group in groups.values():
+        left = np.array(group)  # none is better than one before it
+        while len(left):
+            kept.append(int(left[0]))
+            left = left[1:][~(rows[left[0]] <= rows[left[1:]]).all(axis=1)]
+    return sorted(kept)

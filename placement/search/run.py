@@ -19,6 +19,8 @@ from rolemesh.placement.search.why import why_it_loses
 
 _MANY_SHAPES = 64  # beyond these a coarse pass finds the first plan
 _COARSE_PART = 0.3  # of the time
+_COARSE_GAP = 0.01
+_SURVEY_PART = 0.7  # of the time that is left then, to ask the costs for all options
 _COMPARED_GAP = 0.01  # how exactly the other strategies are searched
 _COMPARED_PART = 0.5  # of the time that is left, for each of them
 _RUNNERS_UP = 3
@@ -53,11 +55,11 @@ def search(
     Raises PinError, SearchError, and what the costs raise.
     """
     clock = Clock(time_limit_s)
-    problem = Problem(graph, roles, cluster, costs, pins=pins, seconds=seconds)
+    problem = Problem(graph, roles, cluster, costs, pins=pins, seconds=seconds, staleness=staleness)
     allowed = allowed_groupings(roles, pins, strategy)
-    outcome = _solve(problem, allowed, clock, staleness, gap)
+    outcome = _solve(problem, allowed, clock, gap)
     if outcome.best is None:
-        return explain_misfit(problem, allowed, clock, staleness, outcome.visited, not clock.over)
+        return explain_misfit(problem, allowed, clock, outcome.visited, not clock.over)
     proof = _proof(problem, outcome.best, outcome, clock)
     runners = sorted(
         (plan for plan in outcome.found.values() if plan.pools != outcome.best.pools),
@@ -66,7 +68,7 @@ def search(
     return SearchResult(
         outcome.best,
         proof,
-        _strategies(problem, outcome.best, staleness, clock) if compare else {},
+        _strategies(problem, outcome.best, clock) if compare else {},
         tuple(
             Alternative(
                 " | ".join(pool.name for pool in plan.pools), plan, None, why_it_loses(outcome.best, plan)
@@ -76,26 +78,25 @@ def search(
     )
 
 
-def _solve(
-    problem: Problem, allowed: Sequence[Grouping], clock: Clock, staleness: int, gap: float
-) -> Outcome:
+def _solve(problem: Problem, allowed: Sequence[Grouping], clock: Clock, gap: float) -> Outcome:
+    """Branch and bound, after a coarse pass where there are many shapes."""
     shapes = problem.space.shapes
-    known, visited, found = None, 0, {}
-    if len(shapes) > _MANY_SHAPES:
-        first = BranchAndBound(
-            problem,
-            coarse(shapes, problem.space),
-            allowed,
-            clock.part(_COARSE_PART),
-            staleness=staleness,
-            gap=max(gap, 0.01),
-        ).run()
-        known, visited, found = first.best, first.visited, first.found
-    outcome = BranchAndBound(problem, shapes, allowed, clock, staleness=staleness, known=known, gap=gap).run()
-    for pools, plan in outcome.found.items():
-        if pools not in found or plan.objective_s < found[pools].objective_s:
-            found[pools] = plan
-    return Outcome(outcome.best, outcome.bound, outcome.visited + visited, found)
+    if len(shapes) <= _MANY_SHAPES:
+        problem.survey(shapes, clock)
+        return BranchAndBound(problem, shapes, allowed, clock, gap=gap).run()
+    few = coarse(shapes, problem.space)
+    problem.survey(few, clock.part(_COARSE_PART))
+    first = BranchAndBound(problem, few, allowed, clock.part(_COARSE_PART), gap=max(gap, _COARSE_GAP)).run()
+    if first.best is not None:
+        problem.exclude_above(first.best.objective_s)
+    problem.survey(shapes, clock.part(_SURVEY_PART))
+    second = BranchAndBound(problem, shapes, allowed, clock, known=first.best, gap=gap).run()
+    found = first.found | {
+        pools: plan
+        for pools, plan in second.found.items()
+        if pools not in first.found or plan.objective_s < first.found[pools].objective_s
+    }
+    return Outcome(second.best, second.bound, first.visited + second.visited, found)
 
 
 def coarse(shapes: Sequence[Shape], space: Space) -> list[Shape]:
@@ -124,7 +125,7 @@ def _proof(problem: Problem, best: Assignment, outcome: Outcome, clock: Clock) -
     return Proof(outcome.bound, gap, outcome.visited, clock.passed_s, scope)
 
 
-def _strategies(problem: Problem, best: Assignment, staleness: int, clock: Clock) -> dict[str, Alternative]:
+def _strategies(problem: Problem, best: Assignment, clock: Clock) -> dict[str, Alternative]:
     """The best plan of every strategy, to one part in a hundred."""
     mine = {frozenset(pool.roles) for pool in best.pools}
     made = {}
@@ -136,11 +137,9 @@ def _strategies(problem: Problem, best: Assignment, staleness: int, clock: Clock
             made[name] = Alternative(name, best, None, "is the best plan")
         else:
             part = clock.part(_COMPARED_PART)
-            outcome = _solve(problem, allowed, part, staleness, _COMPARED_GAP)
+            outcome = _solve(problem, allowed, part, _COMPARED_GAP)
             if outcome.best is None:
-                misfit = explain_misfit(
-                    problem, allowed, part, staleness, outcome.visited, not part.over, changes=False
-                )
+                misfit = explain_misfit(problem, allowed, part, outcome.visited, not part.over, changes=False)
                 made[name] = Alternative(name, None, None, f"does not fit: {misfit.overrun}")
             else:
                 proof = _proof(problem, outcome.best, outcome, part)
