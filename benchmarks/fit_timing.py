@@ -94,8 +94,16 @@ PRIORS = (
     Prior("common", "jitter", 0.003, 0.5, "Llama 3 paper: MFU 43 to 41% from 8k to 16k devices"),
     Prior("common", "imbalance", 1.15, 0.1, "Megatron-MoE: forced against real routing"),
 )  # fmt: skip
+DECODE = (
+    Prior("common", "decode_memory", 0.85, 0.05, "STREAM-like reads: 85 to 93% of the sheet"),
+    Prior("common", "decode_gemm", 0.8, 0.15, "products of some hundred rows against large ones"),
+    Prior("common", "decode_kernel", 3e-6, 0.3, GUESS),
+    Prior("common", "serving", 1.5e-3, 0.4, GUESS),
+    Prior("common", "serving_python", 6e-3, 0.3, "vLLM and SGLang profiles: 4 to 8 ms between steps"),
+    Prior("common", "serving_sequence", 5e-6, 0.5, GUESS),
+)
 NAMES = {field.name for field in fields(Efficiency)}
-assert all(prior.name in NAMES for prior in PRIORS)
+assert all(prior.name in NAMES for prior in (*PRIORS, *DECODE))
 
 
 def constants(device: str, theta: dict[tuple[str, str], float]) -> Efficiency:

@@ -29,15 +29,21 @@ STEPS = 64  # points at which the survival curve is sampled
 
 @dataclass(frozen=True)
 class Engine:
-    """How the engine serves: types of weights and cache, and whether experts are spread over the tp ranks.
+    """How the engine serves: types of weights and cache.
 
-    `tokens_per_step` above 1 is speculative decoding: accepted tokens a step, each step checking `drafted` more.
+    `data_attention`: each of the tp ranks runs attention for its own sequences, and experts are spread over them.
+    `reserve`: a sequence is admitted only when its longest response fits (TensorRT-LLM's default), else what it
+    holds grows as it does. `python`: steps are scheduled by Python processes (vLLM, SGLang); `eager`: kernels are
+    started one by one. `tokens_per_step` above 1 is speculative decoding: accepted tokens a step, each step checking `drafted` more.
     `chunk`: tokens of one prefill pass.
     """
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
-    expert_parallel: bool = False
+    data_attention: bool = False
+    reserve: bool = False
+    python: bool = True
+    eager: bool = False
     tokens_per_step: float = 1.0
     drafted: int = 0
     chunk: int = 8192
@@ -66,7 +72,7 @@ class Server:
         """Bytes of weights that one rank reads in a step, its pipeline stage's part."""
         d, size = self.dims, self.machine.bytes_of(self.engine.weights)
         ranks = self.layout.tp * self.layout.pp
-        dense = d.dense_params() * size / ranks
+        dense = d.dense_params() * size / (self.layout.pp if self._spread else ranks)
         experts = d.n_moe_layers * self.touched(tokens) * d.ffn_params(d.expert_ffn) * size / ranks
         return dense + experts + 2.0 * d.vocab * d.hidden / self.layout.tp / self.layout.pp
 
@@ -74,6 +80,8 @@ class Server:
         """Bytes that one token keeps on one rank; fewer KV heads than ranks are copied, latents always."""
         d, size = self.dims, self.machine.bytes_of(self.engine.cache)
         cut = 1 if d.kv_rank else min(self.layout.tp, d.n_kv_heads)
+        if self._spread:
+            cut = self.layout.tp  # every rank keeps its own sequences alone
         return d.n_layers / self.layout.pp * d.cache_numbers * size / cut
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -102,10 +110,15 @@ class Server:
         return {
             "weights": stages * np.maximum(read, work),
             "cache": stages * cache / memory,
-            "kernels": np.full_like(n, stages * kernels),
+            "kernels": np.full_like(n, stages * kernels) if not engine.eager else self._eager(n),
             "links": stages * np.array([self._links(x) for x in part]),
-            "serving": eff.serving + eff.serving_sequence * n,
+            "serving": (eff.serving_python if engine.python else eff.serving) + eff.serving_sequence * n,
         }
+
+    def _eager(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Kernels that the host starts one by one take its time, whatever the device needs."""
+        eff, d = self.machine.efficiency, self.dims
+        return np.full_like(n, d.n_layers * eff.host + d.n_moe_layers * (eff.moe_host - eff.host))
 
     def _links(self, rows: float) -> float:
         """Two all-reduces a layer, or dispatch and combine instead of the second where experts are spread."""
@@ -113,7 +126,11 @@ class Server:
         layers = d.n_layers / self.layout.pp
         size = 2.0 * rows * d.hidden
         total = 0.0
-        if tp > 1:
+        if tp > 1 and self._spread:
+            group = net.Group.of(tp, 1, links)
+            each = net.all_to_all(rows / tp, 2.0 * d.hidden, d.top_k, group, links, eff)
+            total += 2 * d.n_moe_layers / self.layout.pp * each
+        elif tp > 1:
             group = net.Group.of(tp, 1, links)
             total += 2 * layers * net.all_reduce(size, group, links, eff)
         if self.layout.pp > 1:
@@ -127,9 +144,12 @@ class Server:
         if tokens <= 0:
             return 0.0
         d, machine, engine = self.dims, self.machine, self.engine
-        layout = replace(self.layout, sequence_parallel=False, ep=self.layout.tp if self._spread else 1)
+        tp = self.layout.tp
+        layout = replace(self.layout, sequence_parallel=False)
+        if self._spread:  # each rank takes prompts of its own, and its share of the experts
+            layout = replace(layout, tp=1, dp=tp, ep=tp)
         chunk = min(tokens, max(engine.chunk, 1))
-        how = How(engine.weights, graphs=True)
+        how = How(engine.weights, inference=True)
         seconds = 0.0
         for moe, count in ((False, d.n_layers - d.n_moe_layers), (True, d.n_moe_layers)):
             if count:
@@ -140,15 +160,19 @@ class Server:
                 seconds += count * rest
         rate = machine.peak(wide(engine.weights)) * machine.efficiency.flash
         attention = d.n_layers * attention_flops(d, 1, prompt, prompt) / layout.tp / rate
-        group = net.Group.of(layout.tp, 1, self.links)
-        size = 2.0 * chunk * d.hidden
-        seconds += 2 * d.n_layers * net.all_reduce(size, group, self.links, machine.efficiency)
+        group, eff = net.Group.of(tp, 1, self.links), machine.efficiency
+        if self._spread:
+            each = net.all_to_all(chunk, 2.0 * d.hidden, d.top_k, group, self.links, eff)
+            seconds += 2 * d.n_moe_layers * each
+        else:
+            seconds += 2 * d.n_layers * net.all_reduce(2.0 * chunk * d.hidden, group, self.links, eff)
         # A pipeline's stages work on different chunks at a time, so layers count once over all stages.
-        return (seconds * tokens / chunk + attention * tokens / prompt) / self.layout.pp
+        at_once = self.layout.pp * (tp if self._spread else 1)
+        return (seconds * tokens / chunk + attention * tokens / prompt) / at_once
 
     @property
     def _spread(self) -> bool:
-        return self.engine.expert_parallel and self.dims.n_experts > 0
+        return self.engine.data_attention and self.dims.n_experts > 0
 
     # -- loads -----------------------------------------------------------------------------------------------
 
@@ -163,7 +187,7 @@ class Server:
 
     def fits(self, capacity_tokens: float, prompt: float, response: float) -> float:
         """Sequences that run at once with that many tokens of cache, half of the response held on average."""
-        return max(1.0, capacity_tokens / (prompt + response / 2))
+        return max(1.0, capacity_tokens / (prompt + response * (1.0 if self.engine.reserve else 0.5)))
 
 
 def decode_seconds(

@@ -14,7 +14,7 @@ import yaml
 
 from rolemesh.placement.hardware import HardwareProfile
 
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5}
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5625}  # float4: a scale of one byte for 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Efficiency:
         decode_memory: share of the memory bandwidth that weights and KV cache are read at.
         decode_gemm: share of `gemm16`, `gemm8`, `gemm4` that products with few rows reach.
         decode_kernel: seconds of one kernel of a decode step, started from a recorded graph.
-        serving: seconds of scheduling and sampling in each decode step; `serving_sequence` more for each sequence.
+        serving: seconds of scheduling and sampling in each decode step; `serving_python` where Python processes do
+            it; `serving_sequence` more for each sequence.
     """
 
     power: float = 1.0
@@ -78,11 +79,12 @@ class Efficiency:
     decode_kernel: float = 3e-6
     decode_gemm: float = 0.8
     serving: float = 1e-3
+    serving_python: float = 6e-3
     serving_sequence: float = 5e-6
 
     def gemm(self, dtype: str) -> float:
         """Share of the peak for products in `dtype`."""
-        return {4.0: self.gemm32, 2.0: self.gemm16, 1.0: self.gemm8, 0.5: self.gemm4}[BYTES[dtype]]
+        return {4.0: self.gemm32, 2.0: self.gemm16, 1.0: self.gemm8, 0.5625: self.gemm4}[BYTES[dtype]]
 
     def with_(self, **changes: float) -> Efficiency:
         """The same with some constants replaced."""

@@ -27,6 +27,7 @@ class How:
         lora: base matrices are frozen, so they have no weight gradients.
         dropout: scores and residuals pass a dropout.
         graphs: kernels are started from recorded graphs, so their start costs next to nothing.
+        inference: nothing is kept for a backward pass; weights are stored in `dtype`.
     """
 
     dtype: str = "bfloat16"
@@ -35,6 +36,7 @@ class How:
     lora: bool = False
     dropout: bool = False
     graphs: bool = False
+    inference: bool = False
 
 
 @dataclass
@@ -56,7 +58,7 @@ def wide(dtype: str) -> str:
 
 
 def decoder_layer(
-    dims: Dims, layout: Layout, *, sequences: int, seq_len: int, moe: bool, machine: Machine, how: How
+    dims: Dims, layout: Layout, *, sequences: float, seq_len: int, moe: bool, machine: Machine, how: How
 ) -> Pass:
     """One layer for `sequences` sequences of `seq_len` tokens (of which a rank has 1/cp)."""
     out = Pass()
@@ -76,7 +78,7 @@ def decoder_layer(
         out.add("memory_bound", eff.moe_extra, eff.moe_extra)
     if not how.graphs:
         # The host starts kernels one by one: a layer takes at least as long as that.
-        host = eff.moe_host if moe else eff.host
+        host = (eff.moe_host if moe else eff.host) * (0.5 if how.inference else 1.0)
         forward, backward = sum(out.forward.values()), sum(out.backward.values())
         out.add("host", max(0.0, host - forward), max(0.0, 2 * host - backward))
     return out
@@ -113,6 +115,9 @@ def _casts(out: Pass, tokens: float, k: int, n: int, machine: Machine, how: How)
     """Below 16 bits inputs, output gradients and weights are read in 16 bits and written twice (both ways up)."""
     if how.dtype not in ("float8", "float4"):
         return
+    if how.inference:
+        out.add("memory_bound", (2 + machine.bytes_of(how.dtype)) * tokens * k / machine.memory_rate, 0.0)
+        return
     each = 2 + 2 * machine.bytes_of(how.dtype)
     forward, backward = each * (tokens * k + n * k) / machine.memory_rate, each * tokens * n / machine.memory_rate
     out.add("memory_bound", forward + 2 * machine.efficiency.kernel, backward + machine.efficiency.kernel)
@@ -130,7 +135,7 @@ def attention_flops(dims: Dims, sequences: float, queries: float, keys: float, c
 
 
 def _attention(
-    out: Pass, dims: Dims, layout: Layout, sequences: int, seq_len: int, machine: Machine, how: How
+    out: Pass, dims: Dims, layout: Layout, sequences: float, seq_len: int, machine: Machine, how: How
 ) -> None:
     eff, dtype, queries = machine.efficiency, wide(how.dtype), seq_len / layout.cp
     if how.attention != "unfused":
@@ -144,7 +149,7 @@ def _attention(
         io = 2.0 * sequences * queries * (2 * dims.q_dim + 2 * dims.v_dim) / layout.tp / machine.memory_rate
         out.add("attention", max(forward, io), max(backward, 2 * io))
         return
-    batch = max(1, sequences * dims.n_heads // layout.tp)
+    batch = max(1, round(sequences * dims.n_heads / layout.tp))
     scores = gemm_seconds(round(queries), seq_len, dims.head_dim, machine, dtype, batch, (dims.head_dim,))
     width = dims.v_dim // dims.n_heads
     values = gemm_seconds(round(queries), width, seq_len, machine, dtype, batch, (width,))
