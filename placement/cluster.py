@@ -98,9 +98,12 @@ class NodeSpec:
         if not self.device_type:
             raise ClusterError(f"node {self.name!r} has no device type: give one, such as device: h100-80")
         try:
-            usual = hardware(self.device_type)
+            return self.profile_from(hardware(self.device_type))
         except HardwareError as error:
             raise ClusterError(f"node {self.name!r}: {error}") from None
+
+    def profile_from(self, usual: HardwareProfile) -> HardwareProfile:
+        """`usual`, with what the node itself states."""
         own: dict[str, Any] = dict(self._own_figures())
         if "host_bytes" in own:
             own["host_bytes"] /= max(self.devices, 1)
@@ -127,12 +130,14 @@ class ClusterSpec:
     """Nodes of one kind of device, though of several device types.
 
     `across_groups_bytes_per_s`: what each device gets between nodes of different groups, per direction;
-    None: as much as inside a group. Raises ClusterError for a repeated node name or an unknown kind.
+    None: as much as inside a group. `profiles`: measured ones, by device type; they are no part of the YAML
+    form. Raises ClusterError for a repeated node name or an unknown kind.
     """
 
     nodes: tuple[NodeSpec, ...]
     device_kind: DeviceKind = "cuda"
     across_groups_bytes_per_s: float | None = None
+    profiles: Mapping[str, HardwareProfile] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
@@ -269,11 +274,7 @@ class ClusterSpec:
         Raises ClusterError when no usable node has the type.
         """
         kind = canonical(device_type)
-        found = [
-            (replace(node, device_type=kind) if self.device_kind == "cpu" else node).profile
-            for node in self._distinct()
-            if self.device_type(node) == kind
-        ]
+        found = [self._profile_of(node) for node in self._distinct() if self.device_type(node) == kind]
         if not found:
             there = ", ".join(self.device_types) or "none"
             raise ClusterError(f"no usable node has devices of type {device_type!r} (there are: {there})")
@@ -281,6 +282,16 @@ class ClusterSpec:
         return replace(
             found[0], **least, sources={k: v for profile in found for k, v in profile.sources.items()}
         )
+
+    def with_profiles(self, *profiles: HardwareProfile) -> ClusterSpec:
+        """The same devices, known by measured profiles (`hardware.load_profile`) instead of data sheets."""
+        return replace(self, profiles={**self.profiles, **{profile.name: profile for profile in profiles}})
+
+    def _profile_of(self, node: NodeSpec) -> HardwareProfile:
+        kind = self.device_type(node)
+        if kind in self.profiles:
+            return node.profile_from(self.profiles[kind])
+        return replace(node, device_type=kind).profile
 
     def alike(self) -> tuple[tuple[NodeSpec, ...], ...]:
         """Usable nodes in classes that can stand for each other (name and address apart), in node order."""
@@ -295,7 +306,7 @@ class ClusterSpec:
 
     def bytes_per_s(self, one: NodeSpec, other: NodeSpec) -> float:
         """Nominal rate from a device of `one` to a device of `other`, per direction, each device's part."""
-        first, second = (replace(node, device_type=self.device_type(node)).profile for node in (one, other))
+        first, second = self._profile_of(one), self._profile_of(other)
         link = min(first.link_bytes_per_s, second.link_bytes_per_s)
         if one.name == other.name:
             return link if one.devices <= first.link_devices else min(link, first.pcie_bytes_per_s)

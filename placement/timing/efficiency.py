@@ -112,13 +112,13 @@ class Machine:
 
     @classmethod
     def of(cls, profile: HardwareProfile, constants: Efficiency | None = None) -> Machine:
-        """A device type with its stored constants, or with others."""
+        """A device type with its stored constants and what its profile measured of them, or with others."""
         figures = _data()["devices"].get(profile.name, {})
         peaks = dict(profile.flops)
         if "float4" in figures:
             peaks["float4"] = float(figures["float4"]) * 1e12
         units = int(figures.get("units", 1 if profile.device_kind == "cpu" else 108))
-        chosen = constants or efficiency(profile.name)
+        chosen = constants or efficiency(profile.name).with_(**profile.constants)
         return cls(profile.name, tuple(peaks.items()), profile.memory_bytes_per_s, units, chosen)
 
     @staticmethod

@@ -35,9 +35,8 @@ class Links:
     def of_profile(cls, profile: HardwareProfile, per_node: int | None = None) -> Links:
         """The usual links of a device type, `per_node` devices on a node; by default one domain of its fast link."""
         domain = profile.link_devices
-        links = cls(
-            per_node or domain, profile.link_bytes_per_s, profile.nic_bytes_per_s, profile.pcie_bytes_per_s
-        )
+        rates = (profile.link_bytes_per_s, profile.nic_bytes_per_s, profile.pcie_bytes_per_s)
+        links = cls(per_node or domain, *rates, profile.latency)
         if links.per_node <= domain:
             return links
         return replace(links, island=domain, island_link=profile.pcie_bytes_per_s / 2)  # two share a port
