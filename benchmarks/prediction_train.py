@@ -158,7 +158,8 @@ def run_of(row: Row, dtype: str) -> Run:
     source, notes, recompute = row["source"], row["notes"], recompute_of(row["recompute"])
     old = Run(How(dtype, attention="unfused", dropout=True), recompute, "none", False, grad_bytes=2.0)
     if source.startswith("Megatron-LM"):
-        return replace(old, shard="zero3", overlap_dp=True, gathers=12) if row["shard"] == "ZeRO-3" else old
+        # DeepSpeed's ZeRO-3 of 2021 gathers each of a layer's twelve parameters by itself, when it is needed.
+        return replace(old, shard="zero3", gathers=12) if row["shard"] == "ZeRO-3" else old
     if source.startswith(("Korthikanti", "BigScience GPT-2")):
         return old
     if source.startswith("BigScience"):
@@ -198,9 +199,9 @@ def recompute_of(cell: str) -> str:
     if cell == "selective":
         return "selective"
     if cell.startswith("selective"):
-        names = {"mlp": "mlp", "core_attn": "attn", "moe": "moe"}
-        chosen = [names[word] for word in re.findall(r"\w+", cell)[1:] if word in names]
-        return "selective:" + ",".join(chosen or ["norm"])
+        names = {"mlp": "mlp", "core_attn": "attn", "moe": "moe", "layernorm": "norm", "norm": "norm", "act": "act"}
+        names |= {"moe_act": "act", "mla_up_proj": "up_proj", "shared_expert": "mlp"}
+        return "selective:" + ",".join(names[word] for word in re.findall(r"\w+", cell)[1:])
     return "none"
 
 

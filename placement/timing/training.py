@@ -50,8 +50,8 @@ class Run:
 
     Attributes:
         how: of the layers.
-        recompute: none, selective (attention's scores; nothing to do for fused attention), full, or
-            `selective:` and modules (mlp, moe, attn, half) whose forward pass is repeated.
+        recompute: none, selective (core attention), full, or `selective:` and modules of RECOMPUTED, whose
+            forward pass is repeated; `half`: every other matrix product (torchtitan's policy).
         shard: none (data-parallel copies), zero1 (optimizer), zero2 (gradients too), zero3 (weights too).
         overlap_dp: gradients and weights move while the first and last micro-batches compute.
         overlap_tp: tensor-parallel collectives run in pieces beside the products; `overlap_ep` likewise.
@@ -69,6 +69,17 @@ class Run:
     grad_bytes: float = 4.0
     chunked_head: bool = False
     gathers: int = 1
+
+
+# Shares of a layer's forward pass that repeating a module repeats.
+RECOMPUTED: Mapping[str, Mapping[str, float]] = {
+    "attn": {"attention": 1.0},
+    "mlp": {"gemm": 0.7, "memory_bound": 0.3},
+    "moe": {"experts": 1.0, "ep": 1.0, "memory_bound": 0.4},
+    "norm": {"memory_bound": 0.25},
+    "act": {"memory_bound": 0.15},
+    "up_proj": {"gemm": 0.25},
+}
 
 
 def stage_layers(n_layers: int, pp: int, vpp: int = 1) -> list[int]:
@@ -117,7 +128,7 @@ class Exchange:
             gathers = 2 if run.shard == "zero3" else 1
             each = gathers * self.gather + self.scatter
             first = self.gather / max(1, self.n_layers)  # nothing to hide the first layer's weights behind
-            return n_micro * (hidden(each, work.turn, eff) + first)
+            return n_micro * (hidden(each, work.turn, eff) + first if run.overlap_dp else each)
         if run.shard == "zero1":
             windows = ((self.gather * self.trained, forward), (self.scatter, work.turn - forward))
         else:
@@ -247,16 +258,15 @@ class _Step:
         if mode != "selective":
             return {}
         chosen = modules.split(",")
-        again: dict[str, float] = {}
-        if self.run.how.attention == "unfused" and ("attn" in chosen or not modules):
-            again["attention"] = work.forward["attention"]
-            again["memory_bound"] = 0.5 * work.forward["memory_bound"]
         if "half" in chosen:
-            again = {kind: 0.5 * seconds for kind, seconds in work.forward.items() if kind != "attention"}
-        if "mlp" in chosen and not moe:
-            again["gemm"] = 0.7 * work.forward["gemm"]
-        if "moe" in chosen and moe:
-            again |= {kind: forward.get(kind, 0.0) for kind in ("experts", "ep")}
+            return {kind: 0.5 * seconds for kind, seconds in work.forward.items() if kind != "attention"}
+        again: dict[str, float] = {}
+        for module in chosen if modules else ["attn"]:
+            for kind, share in RECOMPUTED[module].items():
+                if (module, moe) not in (("mlp", True), ("moe", False)):
+                    again[kind] = again.get(kind, 0.0) + share * forward.get(kind, 0.0)
+        if "attn" in (chosen if modules else ["attn"]) and self.run.how.attention == "unfused":
+            again["memory_bound"] = again.get("memory_bound", 0.0) + 0.5 * work.forward["memory_bound"]
         return again
 
     def _layer_communication(self, moe: bool) -> dict[str, tuple[float, float]]:
