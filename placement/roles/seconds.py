@@ -1,0 +1,193 @@
+"""Seconds of a role's operations on a set of devices, option by option."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rolemesh.placement.costs import DeviceSet, Recompute
+from rolemesh.placement.graph import Operation
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.lengths import Fixed, Lengths
+from rolemesh.placement.roles.bytes import Cut, cut_of
+from rolemesh.placement.roles.request import PlanRequest, RoleRequest
+from rolemesh.placement.timing.decode import Engine, decode_seconds
+from rolemesh.placement.timing.dims import Dims
+from rolemesh.placement.timing.efficiency import Machine
+from rolemesh.placement.timing.layer import How
+from rolemesh.placement.timing.links import Links
+from rolemesh.placement.timing.training import (
+    Exchange,
+    Run,
+    Work,
+    data_exchange,
+    inference_total,
+    micro_batch_work,
+    training_total,
+)
+
+BOOKKEEPING = 64.0  # bytes that advantages and returns read and write for each token, some sixteen fp32 columns
+
+
+class Lazy(Mapping[str, float]):
+    """Seconds by operation that are reckoned when first asked for: most options do not fit in memory."""
+
+    __slots__ = ("_names", "_price", "_values")
+
+    def __init__(self, names: tuple[str, ...], price: Callable[[str], float]) -> None:
+        self._names, self._price = names, price
+        self._values: dict[str, float] = {}
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self._values:
+            if name not in self._names:
+                raise KeyError(name)
+            self._values[name] = self._price(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a replica has of each of the step's parts; `updates` as (number, rows of one)."""
+
+    rows: int
+    updates: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, plan: PlanRequest, dp: int) -> Batch:
+        """The fullest replica of `dp`."""
+        load = plan.workload
+        whole, rest = divmod(load.samples, load.mini_batch)
+        updates = [(load.epochs * whole, math.ceil(load.mini_batch / dp))]
+        updates += [(load.epochs, math.ceil(rest / dp))] if rest else []
+        return cls(math.ceil(load.samples / dp), tuple(updates))
+
+
+class RoleSeconds:
+    """Seconds of one role on one type of device with given links."""
+
+    def __init__(self, plan: PlanRequest, role: str, machine: Machine, links: Links) -> None:
+        self.plan, self.role, self.machine, self.links = plan, role, machine, links
+        self.request: RoleRequest = plan.roles[role]
+        self.dims = Dims.of(self.request.shape)
+        self.how = How(self.request.dtype, fused=not plan.runnable)
+        load = plan.workload
+        prompt, response = load.prompt_lengths, load.response_lengths
+        square = prompt.mean_square + 2 * prompt.mean * response.mean + response.mean_square
+        # Attention grows with the square: sequences of this length have the batch's mean of it for each token.
+        self.seq_len = round(square / load.sequence_tokens)
+        self._work: dict[tuple[Cut, int, Recompute, bool], Work] = {}
+        self._exchange: dict[Layout, Exchange] = {}
+        self._decode: dict[tuple[Cut, int, int], float] = {}
+
+    def train(self, layout: Layout, micro_batch: int, recompute: Recompute, batch: Batch) -> float:
+        """All updates of a step."""
+        run = self._run(recompute)
+        if layout not in self._exchange:
+            self._exchange[layout] = data_exchange(
+                self.dims, layout, machine=self.machine, links=self.links, run=run
+            )
+        work = self._micro(layout, micro_batch, recompute)
+        return sum(
+            times
+            * training_total(
+                work,
+                self._exchange[layout],
+                math.ceil(rows / micro_batch),
+                layout.world,
+                self.machine,
+                run,
+            )
+            for times, rows in batch.updates
+        )
+
+    def infer(self, layout: Layout, micro_batch: int, batch: Batch) -> float:
+        """A forward pass over the batch."""
+        work = self._micro(layout, micro_batch, "none")
+        return inference_total(work, math.ceil(batch.rows / micro_batch), layout.world, self.machine)
+
+    def generate(
+        self, layout: Layout, at_once: int, batch: Batch, response: Lengths | None = None
+    ) -> float:
+        """All responses of a replica; `response`: other lengths than those expected."""
+        lengths = response or self.plan.workload.response_lengths
+        if response is not None:
+            return self._generate(layout, at_once, batch.rows, lengths)
+        key = cut_of(layout), at_once, batch.rows
+        if key not in self._decode:
+            self._decode[key] = self._generate(layout, at_once, batch.rows, lengths)
+        return self._decode[key]
+
+    def _generate(self, layout: Layout, at_once: int, rows: int, response: Lengths) -> float:
+        def decode(n: int, lengths: Lengths, engine: Engine) -> float:
+            return decode_seconds(
+                self.dims,
+                layout,
+                prompt_tokens=self.plan.workload.prompt_lengths.mean,
+                response=lengths,
+                n_sequences=n,
+                capacity_tokens=math.inf,
+                max_running=at_once,
+                machine=self.machine,
+                links=self.links,
+                engine=engine,
+            ).total
+
+        dtype = self.request.dtype
+        if self.request.engine == "paged":
+            return decode(rows, response, Engine(dtype, dtype))
+        # A batch keeps its rows until the last one ends, and each batch waits for the one before.
+        whole, rest = divmod(rows, at_once)
+        engine = Engine(dtype, dtype, eager=True, python=False)
+        seconds = whole * decode(at_once, Fixed(response.longest(at_once)), engine)
+        return seconds + (decode(rest, Fixed(response.longest(rest)), engine) if rest else 0.0)
+
+    def bookkeeping(self, layout: Layout) -> float:
+        """Advantages and returns: columns are read and written, no model runs."""
+        return BOOKKEEPING * self.plan.workload.tokens / layout.dp / self.machine.memory_rate
+
+    def floor(self, operation: Operation, devices: DeviceSet) -> float:
+        """Seconds that no option is below: products at the rate of a large one, on all devices at once."""
+        load, dims, world = self.plan.workload, self.dims, devices.world
+        eff, dtype = self.machine.efficiency, self.request.dtype
+        if operation.kind == "transfer" or not operation.state_reads:
+            return 0.0
+        if operation.kind == "generate":  # at least a turn of the engine for every token of the longest
+            steps = load.response_lengths.longest(math.ceil(load.samples / world))
+            return 0.99 * steps * eff.serving if self.request.engine == "paged" else 0.0
+        active = dims.dense_params() + dims.n_moe_layers * dims.top_k * dims.ffn_params(dims.expert_ffn)
+        passes = 3 * load.epochs if operation.kind == "train" else 1
+        rate = self.machine.peak(dtype) * eff.gemm(dtype) * world
+        return 0.99 * passes * 2.0 * active * load.tokens / rate
+
+    def _micro(self, layout: Layout, micro_batch: int, recompute: Recompute) -> Work:
+        """One micro-batch; of the replicas only matters whether stages are on different nodes."""
+        crosses = layout.pp > 1 and layout.world > self.links.per_node
+        key = cut_of(layout), micro_batch, recompute, crosses
+        if key not in self._work:
+            tokens = micro_batch * self.plan.workload.sequence_tokens
+            self._work[key] = micro_batch_work(
+                self.dims,
+                layout,
+                micro_batch=tokens / self.seq_len,
+                seq_len=self.seq_len,
+                machine=self.machine,
+                links=self.links,
+                run=self._run(recompute),
+            )
+        return self._work[key]
+
+    def _run(self, recompute: Recompute) -> Run:
+        return Run(self.how, recompute)
+
+
