@@ -22,7 +22,7 @@ from rolemesh.placement.memory.parameters import RankParams, layers_of, rank_par
 from rolemesh.placement.memory.software import Software, software
 from rolemesh.placement.model import ModelShape
 
-FUSED_LOGITS = 3  # the logits, their gradient, and a transposed copy of one of them
+FUSED_LOGITS = 2  # the logits, and their gradient
 CHUNK_LOGITS = 1 << 24  # of a head that makes the logits of a few tokens at a time
 
 
