@@ -22,6 +22,7 @@ from rolemesh.placement.memory.parameters import RankParams, layers_of, rank_par
 from rolemesh.placement.memory.software import Software, software
 from rolemesh.placement.model import ModelShape
 
+SCORES: tuple[Module, ...] = ("core_attn",)
 FUSED_LOGITS = 2  # the logits, and their gradient
 CHUNK_LOGITS = 1 << 24  # of a head that makes the logits of a few tokens at a time
 
@@ -34,7 +35,7 @@ def training_memory(
     seq_len: int,
     n_micro_batches: int,
     recompute: Recompute = "none",
-    modules: Collection[Module] = ("core_attn",),
+    modules: Collection[Module] = SCORES,
     dtype: str = "bfloat16",
     by: Software | None = None,
     head: str = "fused",
