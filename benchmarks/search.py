@@ -5,9 +5,10 @@ reward is a function):
 1. 128 devices of one type: at most 1 s, proven best.
 2. 1,024 and 10,240 devices of two types: at most 10 s and 60 s, gap at most 5%.
 
-The costs are synthetic but of a real size: hundreds of options per role and devices, memory that binds, times
-with fixed parts that more devices do not shorten. `--roles 5` adds a reward model. Exits with 1 when a claim
-fails; times of a machine that does other work meanwhile are longer.
+The costs are synthetic but of a real size: hundreds of options per role and devices, memory that binds, and
+times with fixed parts that more devices do not shorten. `--roles 5` adds a reward model. Seconds are those of
+the processor; the limit of a search counts the clock's, so `--slack 10` gives it time on a machine that does
+other work meanwhile. Exits with 1 when a claim fails.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from rolemesh.placement.cluster import ClusterSpec, NodeSpec
 from rolemesh.placement.costs import DeviceSet, RoleCost, RoleOption
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.search import Infeasible, search
+from rolemesh.placement.search import Infeasible, SearchResult, search
 from rolemesh.placement.steps import step_graph
 
 GB = 1e9
@@ -54,10 +55,10 @@ class SyntheticCosts:
         self.seconds = 0.0
 
     def options(self, role: str, devices: DeviceSet) -> list[RoleCost]:
-        start = time.perf_counter()
+        start = time.process_time()
         self.asked += 1
         made = list(self._generate(devices) if role == "rollout" else self._model(role, devices))
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.process_time() - start
         return made
 
     def _layouts(self, devices: DeviceSet, layers: int) -> Iterator[Layout]:
@@ -188,6 +189,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, nargs="+", default=[128, 1024, 10240])
     parser.add_argument("--roles", type=int, choices=(4, 5), default=4)
     parser.add_argument("--compare", action="store_true", help="search the named strategies too")
+    parser.add_argument("--slack", type=float, default=1.0, help="times the aims, for the searches' limits")
     options = parser.parse_args()
     reward = "model" if options.roles == 5 else "function"
     graph = step_graph("ppo", reference=True, reward=reward, kl_in="reward")
@@ -197,33 +199,38 @@ def main() -> int:
         types, limit_s, gap = (
             (1, 1.0, 0.0) if devices <= 128 else (2, 10.0 if devices <= 1024 else 60.0, 0.05)
         )
-        costs, start = SyntheticCosts(), time.perf_counter()
+        costs, start = SyntheticCosts(), time.process_time()
         result = search(
             graph,
             roles,
             cluster(devices, types),
             costs,
             seconds={} if reward == "model" else {"reward": 2.0},
-            time_limit_s=10 * limit_s if devices <= 128 else limit_s,
+            time_limit_s=limit_s * options.slack,
             compare=options.compare,
         )
-        taken_s = time.perf_counter() - start
-        assert not isinstance(result, Infeasible), str(result)
-        proof = result.proof
-        kept &= proof.gap <= gap and proof.seconds <= limit_s * 1.05
-        print(
-            f"{devices} devices, {types} type{'s' * (types > 1)}, {len(roles)} roles: {proof.seconds:.2f} s "
-            f"(aim {limit_s:g} s; with comparisons {taken_s:.2f} s), of it {costs.seconds:.2f} s in "
-            f"{costs.asked} questions to the costs\n  step {result.best.makespan_s:.2f} s, bound "
-            f"{proof.bound_s:.2f} s, gap {proof.gap:.2%}, {proof.nodes_visited} nodes visited"
-        )
-        for pool in result.best.pools:
-            layouts = ", ".join(f"{role} ({result.best.costs[role].option.layout})" for role in pool.roles)
-            print(f"  {pool.devices.world} x {pool.devices.device_type}: {layouts}")
-        for name, other in result.strategies.items():
-            step = f"{other.plan.makespan_s:.2f} s" if other.plan else "none"
-            print(f"  {name}: {step}; {other.reason}")
+        taken_s = time.process_time() - start
+        print(f"{devices} devices, {types} type{'s' * (types > 1)}, {len(roles)} roles")
+        if isinstance(result, Infeasible):
+            print(f"  {result}")
+            return 1
+        kept &= result.proof.gap <= gap and (options.compare or taken_s <= limit_s)
+        asked = f"{costs.seconds:.2f} s in {costs.asked} questions to the costs"
+        report(result, f"{taken_s:.2f} s of {limit_s:g} s, {asked}")
     return 0 if kept else 1
+
+
+def report(result: SearchResult, times: str) -> None:
+    """Print times, proof, and the plan beside the other strategies'."""
+    proof = result.proof
+    print(f"  {times}; {proof.nodes_visited} nodes visited")
+    print(f"  step {result.best.makespan_s:.2f} s, bound {proof.bound_s:.2f} s, gap {proof.gap:.2%}")
+    for pool in result.best.pools:
+        layouts = ", ".join(f"{role} ({result.best.costs[role].option.layout})" for role in pool.roles)
+        print(f"  {pool.devices.world} x {pool.devices.device_type}: {layouts}")
+    for other in (*result.strategies.values(), *result.runners_up):
+        step = f"{other.plan.makespan_s:.2f} s" if other.plan else "none"
+        print(f"  {other.name}: {step}; {other.reason}")
 
 
 if __name__ == "__main__":

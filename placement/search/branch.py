@@ -59,13 +59,13 @@ class Group:
 @dataclass(frozen=True)
 class Outcome:
     """What branch and bound left: the best plan (None: none found), a bound on all, nodes visited, and the
-    best plan of each grouping that it came across.
+    groupings that may fit, those with the least bounds first.
     """
 
     best: Assignment | None
     bound: float
     visited: int
-    found: dict[Grouping, Assignment]
+    groupings: tuple[Grouping, ...]
 
 
 class BranchAndBound:
@@ -86,7 +86,6 @@ class BranchAndBound:
         problem.clock = clock
         self.gap, self.any_plan = gap, any_plan
         self.best, self.value = known, known.objective_s if known else math.inf
-        self.found: dict[Grouping, tuple[float, Assignment]] = {}
         self.visited = 0
         self._count = itertools.count()
         self._fits: dict[tuple[int, ...], bool] = {}
@@ -100,8 +99,11 @@ class BranchAndBound:
                 root = group.root()
                 for bound, choices in self._bound(group, [root] if root else []):
                     heap.append((bound, 0, next(self._count), group, choices))
+                    if self.best is None:  # so that there is one when time runs out
+                        self._dive(group, choices)
         except OutOfTime:
-            return Outcome(self.best, 0.0, self.visited, self._plans())
+            return Outcome(self.best, 0.0, self.visited, ())
+        ordered = tuple(node[3].pools for node in sorted(heap))
         heapq.heapify(heap)
         for _, _, _, group, choices in sorted(heap)[: 3 if not self.any_plan else None]:
             self._dive(group, choices)
@@ -118,15 +120,12 @@ class BranchAndBound:
             for child_bound, child in children:
                 heapq.heappush(heap, (max(bound, child_bound), depth - 1, next(self._count), group, child))
         bound = min(heap[0][0] if heap else math.inf, self.value)
-        return Outcome(self.best, bound, self.visited, self._plans())
+        return Outcome(self.best, bound, self.visited, ordered)
 
     def _enough(self, bound: float) -> bool:
         if self.any_plan and self.best is not None:
             return True
         return bound >= self.value * (1 - max(self.gap, ROUNDING)) or self.clock.over
-
-    def _plans(self) -> dict[Grouping, Assignment]:
-        return {pools: plan for pools, (_, plan) in self.found.items()}
 
     def _groups(self) -> Iterator[Group]:
         made: dict[tuple[str, ...], PoolChoices] = {}
@@ -265,8 +264,6 @@ class BranchAndBound:
             schedule,
             tuple(unmet),
         )
-        if plan.objective_s < self.found.get(group.pools, (math.inf,))[0]:
-            self.found[group.pools] = plan.objective_s, plan
         if plan.objective_s < self.value:
             self.best, self.value = plan, plan.objective_s
 

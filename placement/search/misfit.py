@@ -31,6 +31,9 @@ def explain_misfit(
     changes: bool = True,
 ) -> Infeasible:
     """The answer when no plan was found."""
+    if not proven:
+        overrun = Overrun(problem.roles, "time", clock.limit_s, None)
+        return Infeasible(overrun, None, False, visited, clock.passed_s)
     timer = Clock(_EXTRA_S)
     overrun = (
         next(iter(sorted(_alone(problem), key=lambda over: -over.over)), None)

@@ -78,13 +78,13 @@ class Proof:
 class Overrun:
     """What does not fit on the best try: which roles, on which devices, over by how much.
 
-    `item` is `device memory`, `host memory`, `devices` (too few) or `options` (no legal layout); `largest`
-    the largest entry of its itemised bytes.
+    `item` is `device memory`, `host memory`, `devices` (too few), `options` (no legal layout) or `time` (that
+    of the search, in seconds); `largest` is the largest entry of the itemised bytes.
     """
 
     roles: tuple[str, ...]
     item: str
-    over: float  # bytes, or devices
+    over: float  # bytes, devices or seconds
     devices: DeviceSet | None
     costs: Mapping[str, RoleCost] = field(default_factory=dict)
     largest: str = ""
@@ -94,6 +94,8 @@ class Overrun:
         where = f" on {self.devices.world} x {self.devices.device_type}" if self.devices else ""
         if self.item == "options":
             return f"{roles}: no legal way to run it on any devices of the cluster"
+        if self.item == "time":
+            return f"no plan was found in {self.over:g} s, and it is not known whether there is one"
         if self.item == "devices":
             return f"{roles}: {self.over:g} devices too few"
         what = f" (largest item: {self.largest})" if self.largest else ""
@@ -129,8 +131,9 @@ class Infeasible:
     seconds: float
 
     def __str__(self) -> str:
-        nearest = f"; nearest that fits: {self.nearest}" if self.nearest else "; no change tried would fit"
-        return f"{self.overrun}{nearest}"
+        if self.nearest:
+            return f"{self.overrun}; nearest that fits: {self.nearest}"
+        return f"{self.overrun}; no change tried would fit" if self.proven else str(self.overrun)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ class Problem:
         """Seconds that `role`'s operations take at least there, by column; 0 where the costs know none."""
         key = role, id(shape)
         if key not in self._floors:
-            floor_s = getattr(self.costs, "floor_s", lambda role, devices: {})
-            floors = floor_s(role, shape.devices)
+            floor_s = getattr(self.costs, "floor_s", None)
+            floors = floor_s(role, shape.devices) if floor_s else {}
             self._floors[key] = np.array([floors.get(name, 0.0) for name in self.own[role]])
         return self._floors[key]
 
@@ -173,6 +173,7 @@ class Problem:
 
     def exclude_above(self, objective_s: float) -> None:
         """Let no role have a shape whose floors alone make every step as long as a known plan's."""
+        excluded: set[tuple[str, int]] = set()
         scheduler = Scheduler(self.graph, {}, staleness=self.staleness)
         least = self.fixed.copy()
         floors = {
@@ -184,11 +185,12 @@ class Problem:
             steps = np.tile(least, (len(rows), 1))
             steps[:, self.columns[role]] = rows
             bounds = scheduler.bounds(steps).tolist()
-            self._excluded |= {
+            excluded |= {
                 (role, id(shape))
                 for shape, bound in zip(self.space.shapes, bounds, strict=True)
                 if bound >= objective_s
             }
+        self._excluded = excluded
 
     def table(self, role: str, devices: DeviceSet) -> RoleTable | None:
         """The options worth looking at; None when none fits."""
@@ -202,7 +204,7 @@ class Problem:
         key = role, id(shape)
         if key not in self._lefts:
             table = self.table(role, shape.devices)
-            self._lefts[key] = table and Left(table, np.arange(len(table.costs)))
+            self._lefts[key] = Left(table, np.arange(len(table.costs))) if table else None
         return self._lefts[key]
 
     def allowed(self, role: str, shape: Shape) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.costs import Costs
@@ -61,42 +62,33 @@ def search(
     if outcome.best is None:
         return explain_misfit(problem, allowed, clock, outcome.visited, not clock.over)
     proof = _proof(problem, outcome.best, outcome, clock)
-    runners = sorted(
-        (plan for plan in outcome.found.values() if plan.pools != outcome.best.pools),
-        key=lambda plan: plan.objective_s,
-    )
+    if not compare:
+        return SearchResult(outcome.best, proof)
+    strategies = _strategies(problem, outcome.best, clock)
     return SearchResult(
-        outcome.best,
-        proof,
-        _strategies(problem, outcome.best, clock) if compare else {},
-        tuple(
-            Alternative(
-                " | ".join(pool.name for pool in plan.pools), plan, None, why_it_loses(outcome.best, plan)
-            )
-            for plan in runners[:_RUNNERS_UP]
-        ),
+        outcome.best, proof, strategies, _runners_up(problem, outcome, strategies.values(), clock)
     )
 
 
 def _solve(problem: Problem, allowed: Sequence[Grouping], clock: Clock, gap: float) -> Outcome:
     """Branch and bound, after a coarse pass where there are many shapes."""
     shapes = problem.space.shapes
+    problem.exclude_above(math.inf)
     if len(shapes) <= _MANY_SHAPES:
-        problem.survey(shapes, clock)
+        problem.survey(shapes, clock.part(_SURVEY_PART))
         return BranchAndBound(problem, shapes, allowed, clock, gap=gap).run()
     few = coarse(shapes, problem.space)
     problem.survey(few, clock.part(_COARSE_PART))
     first = BranchAndBound(problem, few, allowed, clock.part(_COARSE_PART), gap=max(gap, _COARSE_GAP)).run()
+    if first.best is None:  # any plan is better than none
+        first = BranchAndBound(problem, few, allowed, clock, any_plan=True).run()
     if first.best is not None:
         problem.exclude_above(first.best.objective_s)
     problem.survey(shapes, clock.part(_SURVEY_PART))
     second = BranchAndBound(problem, shapes, allowed, clock, known=first.best, gap=gap).run()
-    found = first.found | {
-        pools: plan
-        for pools, plan in second.found.items()
-        if pools not in first.found or plan.objective_s < first.found[pools].objective_s
-    }
-    return Outcome(second.best, second.bound, first.visited + second.visited, found)
+    return Outcome(
+        second.best, second.bound, first.visited + second.visited, first.groupings or second.groupings
+    )
 
 
 def coarse(shapes: Sequence[Shape], space: Space) -> list[Shape]:
@@ -127,21 +119,44 @@ def _proof(problem: Problem, best: Assignment, outcome: Outcome, clock: Clock) -
 
 def _strategies(problem: Problem, best: Assignment, clock: Clock) -> dict[str, Alternative]:
     """The best plan of every strategy, to one part in a hundred."""
-    mine = {frozenset(pool.roles) for pool in best.pools}
     made = {}
     for name in STRATEGIES:
         allowed = allowed_groupings(problem.roles, problem.pins, name)
         if not allowed:
             made[name] = Alternative(name, None, None, "the pins do not let these roles share pools so")
-        elif {frozenset(pool) for pool in allowed[0]} == mine:
+        elif _same(allowed[0], best):
             made[name] = Alternative(name, best, None, "is the best plan")
         else:
-            part = clock.part(_COMPARED_PART)
-            outcome = _solve(problem, allowed, part, _COMPARED_GAP)
-            if outcome.best is None:
-                misfit = explain_misfit(problem, allowed, part, outcome.visited, not part.over, changes=False)
-                made[name] = Alternative(name, None, None, f"does not fit: {misfit.overrun}")
-            else:
-                proof = _proof(problem, outcome.best, outcome, part)
-                made[name] = Alternative(name, outcome.best, proof, why_it_loses(best, outcome.best))
+            made[name] = _alternative(name, problem, allowed[0], best, clock)
     return made
+
+
+def _runners_up(
+    problem: Problem, outcome: Outcome, strategies: Iterable[Alternative], clock: Clock
+) -> tuple[Alternative, ...]:
+    """The best plans of the groupings with the least bounds, the named strategies' left out."""
+    best = outcome.best
+    assert best is not None, "only a plan has runners-up"
+    known = [best, *(other.plan for other in strategies if other.plan is not None)]
+    others = [pools for pools in outcome.groupings if not any(_same(pools, plan) for plan in known)]
+    made = [
+        _alternative(" | ".join("+".join(pool) for pool in pools), problem, pools, best, clock)
+        for pools in others[:_RUNNERS_UP]
+    ]
+    found = [(other.plan.objective_s, other) for other in made if other.plan is not None]
+    return tuple(other for _, other in sorted(found, key=lambda pair: pair[0]))
+
+
+def _alternative(name: str, problem: Problem, pools: Grouping, best: Assignment, clock: Clock) -> Alternative:
+    part = clock.part(_COMPARED_PART)
+    outcome = _solve(problem, [pools], part, _COMPARED_GAP)
+    if outcome.best is None:
+        misfit = explain_misfit(problem, [pools], part, outcome.visited, not part.over, changes=False)
+        return Alternative(name, None, None, f"{'does not fit: ' * misfit.proven}{misfit.overrun}")
+    return Alternative(
+        name, outcome.best, _proof(problem, outcome.best, outcome, part), why_it_loses(best, outcome.best)
+    )
+
+
+def _same(pools: Grouping, plan: Assignment) -> bool:
+    return {frozenset(pool) for pool in pools} == {frozenset(pool.roles) for pool in plan.pools}
