@@ -45,6 +45,7 @@ class Compared:
     fits: bool | None
     fits_predicted: bool | None
     line: int
+    kind: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in compared:
             print(_row_line(row))
     print(table(compared))
+    print(
+        "\nThe one fitted constant, the allocator's slack, is the other sources' where a source has a part in it."
+    )
     print(f"\n{sum(map(len, skipped.values()))} rows are not compared:")
     for reason, lines in skipped.items():
         print(f"  {len(lines):3} {reason} (rows {', '.join(map(str, lines))})")
@@ -87,6 +91,7 @@ def table(compared: Sequence[Compared]) -> str:
     lines = [f"{head} {'OOM caught':>11} {'false alarms':>13}"]
     sources = list(dict.fromkeys(row.source for row in compared))
     lines += [_summary(name, [row for row in compared if row.source == name]) for name in sources]
+    lines.append(_summary("all measured", [row for row in compared if row.kind == "measured"]))
     lines.append(_summary("all", compared))
     return "\n".join(lines)
 
@@ -158,7 +163,7 @@ def _compare_row(row: Row, line: int) -> Compared:
         row["outcome"] not in ("OOM",) and not row["outcome"].startswith("OOM by")
     ) or what == "activations"
     measured = float(value) * UNITS[row["memory_unit"]] if value and ran and "failure" not in what else None
-    return Compared(row["source"], row["model"], predicted, measured, fits, fits_predicted, line)
+    return Compared(row["source"], row["model"], predicted, measured, fits, fits_predicted, line, row["kind"])
 
 
 def usable(device: str) -> float:
