@@ -1,4 +1,4 @@
-"""Fit the constants of the time model to published training rows; writes placement/data/timing.yaml.
+"""Fit the constants of the time model to published rows; writes placement/data/timing.yaml.
 
     python benchmarks/fit_timing.py            fit and print
     python benchmarks/fit_timing.py --write    also store them
@@ -11,21 +11,19 @@ logarithms), each source weighted by the square root of its number of distinct c
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import prediction_decode as decode
 import prediction_train as train
+import yaml
 
-from rolemesh.placement.timing.efficiency import Efficiency
-
-GENERATION = {"v100": "volta", "a100": "ampere", "a6000": "ampere", "h": "hopper", "b": "blackwell", "gb": "blackwell"}
-
-
-def generation(device: str) -> str:
-    """The device's generation."""
-    return next(value for key, value in sorted(GENERATION.items(), reverse=True) if device.startswith(key))
+from rolemesh.placement.timing.efficiency import Efficiency, generation
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class Prior:
         return self.where, self.name
 
 
-GEMM = "cuBLAS on large squares reaches 70 to 85% of the sheet (NVIDIA, Lambda, SemiAnalysis benchmarks)"
-FA = "Dao 2023 (FlashAttention-2) figures 4 to 6 and Shah 2024 (FlashAttention-3) figure 5, causal, width 128"
+GEMM = "large cuBLAS products reach 70 to 85% of the sheet; public benchmarks, from memory"
+FA = "Dao 2023 (FlashAttention-2), Shah 2024 (FlashAttention-3): causal, width 128; read from memory"
 GUESS = "order of magnitude of profiler traces"
 PRIORS = (
     Prior("volta", "gemm16", 0.72, 0.1, GEMM),
@@ -62,13 +60,13 @@ PRIORS = (
     Prior("hopper", "flash_backward", 0.53, 0.05, FA),
     Prior("hopper", "flash2", 0.60, 0.08, FA),
     Prior("hopper", "flash1", 0.32, 0.15, FA),
-    Prior("blackwell", "flash", 0.60, 0.1, "cuDNN 9 release notes: 1.4 to 1.6 PFLOP/s forward"),
-    Prior("blackwell", "flash_backward", 0.48, 0.1, "cuDNN 9 release notes: about 1.1 PFLOP/s backward"),
+    Prior("blackwell", "flash", 0.60, 0.1, "as Hopper's own kernel; cuDNN on B200 about 1.4 PFLOP/s, from memory"),
+    Prior("blackwell", "flash_backward", 0.48, 0.1, "as Hopper's own kernel; cuDNN on B200 about 1.1 PFLOP/s, from memory"),
     Prior("blackwell", "flash2", 0.27, 0.15, "the kernel has no code for this device: Hopper's absolute rate"),
-    Prior("volta", "memory", 0.80, 0.08, "STREAM-like copies: 80 to 92%"),
-    Prior("ampere", "memory", 0.80, 0.08, "STREAM-like copies: 80 to 92%"),
-    Prior("hopper", "memory", 0.80, 0.08, "STREAM-like copies: 80 to 92%"),
-    Prior("blackwell", "memory", 0.80, 0.08, "STREAM-like copies: 80 to 92%"),
+    Prior("volta", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
+    Prior("ampere", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
+    Prior("hopper", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
+    Prior("blackwell", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
     Prior("h100-96", "power", 0.80, 0.08, "500 W instead of 700 W: clock falls by its cube root to square root"),
     Prior("gb300-279", "power", 1.12, 0.06, "1,400 W against 1,200 W of GB200 at the same peak"),
     Prior("b300-270", "power", 1.08, 0.08, "1,200 W or more against 1,000 W of B200 at the same peak"),
@@ -76,56 +74,84 @@ PRIORS = (
     Prior("a6000-48", "power", 0.90, 0.15, "boost clock against sustained"),
     Prior("common", "tile_start", 256.0, 0.5, GUESS),
     Prior("common", "wave_weight", 0.5, 0.5, "between stream-K (0) and whole waves (1)"),
-    Prior("common", "misaligned", 16.0, 0.5, "NVIDIA deep-learning performance guide, figure on alignment"),
-    Prior("common", "unaligned", 1.15, 0.1, "NVIDIA deep-learning performance guide, figure on alignment"),
+    Prior("common", "misaligned", 16.0, 0.5, "NVIDIA's guide to matrix products says aligned rows matter; size a guess"),
+    Prior("common", "unaligned", 1.15, 0.1, "NVIDIA's guide to matrix products says aligned rows matter; size a guess"),
     Prior("common", "head_half", 32.0, 0.3, FA),
     Prior("common", "unfused", 1.4, 0.1, "casts and copies of an eager graph beyond the operators counted"),
     Prior("common", "kernel", 4e-6, 0.4, GUESS),
     Prior("common", "host", 4e-4, 0.5, GUESS),
     Prior("common", "moe_host", 1.5e-3, 0.5, GUESS),
     Prior("common", "moe_extra", 3e-4, 0.5, GUESS),
-    Prior("volta", "link", 0.87, 0.06, "NCCL tests: about 130 of 150 GB/s"),
-    Prior("ampere", "link", 0.78, 0.06, "NCCL tests: about 235 of 300 GB/s"),
+    Prior("volta", "link", 0.87, 0.06, "NCCL tests: about 130 of 150 GB/s, from memory"),
+    Prior("ampere", "link", 0.78, 0.06, "NCCL tests: about 235 of 300 GB/s, from memory"),
     Prior("hopper", "link", 0.95, 0.08, "comm_truth.csv: 480 of 450 GB/s for all-reduce in the switch, 370 else"),
     Prior("blackwell", "link", 0.85, 0.1, "as Hopper"),
-    Prior("common", "network", 0.85, 0.1, "NCCL tests over InfiniBand"),
+    Prior("common", "network", 0.85, 0.1, "NCCL tests over InfiniBand, from memory"),
     Prior("common", "overlap", 0.85, 0.1, GUESS),
     Prior("common", "step_fixed", 0.03, 0.4, GUESS),
-    Prior("common", "jitter", 0.003, 0.5, "Llama 3 paper: MFU 43 to 41% from 8k to 16k devices"),
-    Prior("common", "imbalance", 1.15, 0.1, "Megatron-MoE: forced against real routing"),
+    Prior("common", "jitter", 0.003, 0.5, "Llama 3 paper: 43 to 41% MFU from 8k to 16k devices, from memory"),
+    Prior("common", "imbalance", 1.15, 0.1, "train_truth.csv: Megatron-MoE-ModelZoo, forced against real routing, 8 to 25%"),
 )  # fmt: skip
 DECODE = (
-    Prior("common", "decode_memory", 0.85, 0.05, "STREAM-like reads: 85 to 93% of the sheet"),
+    Prior("common", "decode_memory", 0.85, 0.05, "reads reach 85 to 93%, from memory"),
     Prior("common", "decode_gemm", 0.8, 0.15, "products of some hundred rows against large ones"),
     Prior("common", "decode_kernel", 3e-6, 0.3, GUESS),
     Prior("common", "serving", 1.5e-3, 0.4, GUESS),
-    Prior("common", "serving_python", 6e-3, 0.3, "vLLM and SGLang profiles: 4 to 8 ms between steps"),
+    Prior("common", "serving_python", 6e-3, 0.3, "vLLM and SGLang: 4 to 8 ms between steps, from memory"),
     Prior("common", "serving_sequence", 5e-6, 0.5, GUESS),
 )
 NAMES = {field.name for field in fields(Efficiency)}
 assert all(prior.name in NAMES for prior in (*PRIORS, *DECODE))
 
 
-def constants(device: str, theta: dict[tuple[str, str], float]) -> Efficiency:
+Table = dict[tuple[str, str], float]
+DATA = Path(__file__).resolve().parents[1] / "placement" / "data" / "timing.yaml"
+
+
+def constants(device: str, table: Table) -> Efficiency:
     """Constants of a device: common ones, its generation's, its own."""
     values: dict[str, float] = {}
     for where in ("common", generation(device), device):
-        values.update({name: value for (place, name), value in theta.items() if place == where})
+        values.update({name: value for (place, name), value in table.items() if place == where})
     for name in ("overlap", "network", "memory", "wave_weight"):
         values[name] = min(values[name], 1.0)
     return Efficiency(**values)
 
 
-class Fit:
-    """Rows, priors, and a fit that can leave rows out."""
+def stored() -> Table:
+    """The constants in the data file, by (where, name)."""
+    data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    table: Table = {("common", name): entry["value"] for name, entry in data["common"].items()}
+    for section in (data["generations"], data["devices"]):
+        for where, entry in section.items():
+            table.update({(where, name): c["value"] for name, c in entry.get("constants", {}).items()})
+    return table
 
-    def __init__(self, cases: Sequence[train.Case], priors: Sequence[Prior] = PRIORS) -> None:
-        self.cases, self.priors = list(cases), list(priors)
-        keys = [(c.dims, c.layout, c.micro_batch, c.n_micro, c.seq_len, c.device, c.links, c.run) for c in cases]
-        first: dict[object, int] = {}
-        self.index = np.array([first.setdefault(key, len(first)) for key in keys])
+
+class Question(Protocol):
+    """A published row: what it measured, what the model says, and what tells distinct questions apart."""
+
+    source: str
+    device: str
+
+    @property
+    def measured(self) -> float: ...
+    @property
+    def key(self) -> Hashable: ...
+    def value(self, constants: Efficiency | None = None) -> float: ...
+
+
+class Fit:
+    """Rows, priors, and a fit that can leave rows out. `fixed` are constants that are not fitted."""
+
+    def __init__(
+        self, cases: Sequence[Question], priors: Sequence[Prior], fixed: Table | None = None
+    ) -> None:
+        self.cases, self.priors, self.fixed = list(cases), list(priors), fixed or {}
+        first: dict[Hashable, int] = {}
+        self.index = np.array([first.setdefault(case.key, len(first)) for case in cases])
         self.unique = [self.cases[int(np.argmax(self.index == u))] for u in range(len(first))]
-        self.log_measured = np.log([c.seconds for c in cases])
+        self.log_measured = np.log([case.measured for case in cases])
         repeats = Counter(zip((c.source for c in cases), self.index.tolist(), strict=True))
         sizes = Counter(source for source, _ in repeats)
         self.weight = np.array(
@@ -134,87 +160,150 @@ class Fit:
         )  # fmt: skip
 
     def predict(self, theta: np.ndarray, only: np.ndarray | None = None) -> np.ndarray:
-        """Logarithm of the predicted seconds of each distinct question."""
-        table = {p.key: math.exp(v) for p, v in zip(self.priors, theta, strict=True)}
+        """Logarithm of the model's answer to each distinct question."""
+        table = self.fixed | {p.key: math.exp(v) for p, v in zip(self.priors, theta, strict=True)}
         known: dict[str, Efficiency] = {}
         out = np.zeros(len(self.unique))
         for u, case in enumerate(self.unique):
             if only is None or only[u]:
-                eff = known.setdefault(case.device, None) or constants(case.device, table)  # type: ignore[arg-type]
-                known[case.device] = eff
-                out[u] = math.log(case.predict(eff).total)
+                if case.device not in known:
+                    known[case.device] = constants(case.device, table)
+                out[u] = math.log(case.value(known[case.device]))
         return out
 
     def jacobian(self, theta: np.ndarray, base: np.ndarray) -> np.ndarray:
         """[question, constant], by small steps."""
         out = np.zeros((len(self.unique), len(theta)))
         for j, prior in enumerate(self.priors):
-            only = np.array(
-                [prior.where in ("common", generation(c.device), c.device) for c in self.unique]
-            )
+            only = np.array([prior.where in ("common", generation(c.device), c.device) for c in self.unique])
             moved = theta.copy()
             moved[j] += 0.02
             out[only, j] = (self.predict(moved, only) - base)[only] / 0.02
         return out
 
-    def solve(self, theta: np.ndarray, keep: np.ndarray, steps: int, fresh: bool, jac: np.ndarray | None = None):
-        """(theta, jacobian) after `steps`; `fresh` recomputes the jacobian each time."""
+    def solve(
+        self, theta: np.ndarray, keep: np.ndarray, steps: int, jacobian: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(theta, jacobian) after `steps`; with a jacobian given it is not made anew in each."""
         centre = np.log([p.value for p in self.priors])
         sigma = np.array([p.sigma for p in self.priors])
+        slopes = np.zeros((len(self.unique), len(theta))) if jacobian is None else jacobian
         for _ in range(steps):
             base = self.predict(theta)
-            jac = self.jacobian(theta, base) if fresh or jac is None else jac
+            slopes = self.jacobian(theta, base) if jacobian is None else jacobian
             residual = self.log_measured - base[self.index]
             weight = keep * self.weight / np.maximum(np.abs(residual), 0.03) / NOISE
-            rows = jac[self.index]
+            rows = slopes[self.index]
             left = rows.T @ (weight[:, None] * rows) + np.diag(1 / sigma**2)
             right = rows.T @ (weight * residual) + (centre - theta) / sigma**2
             theta = theta + np.clip(np.linalg.solve(left, right), -0.25, 0.25)
-        return theta, jac
+        return theta, slopes
 
     def start(self) -> np.ndarray:
         """Logarithms of the priors."""
         return np.log([p.value for p in self.priors])
 
+    def at(self, table: Table) -> np.ndarray:
+        """Logarithms of stored constants."""
+        return np.log([table.get(p.key, p.value) for p in self.priors])
 
+    def errors(self, predicted: np.ndarray) -> np.ndarray:
+        """Absolute relative errors of rows' predictions (logarithms)."""
+        return np.abs(np.exp(predicted - self.log_measured) - 1)
+
+    def leave_one_source_out(self, theta: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+        """Logarithm of the answer to each row, by constants fitted without its source."""
+        out = np.zeros(len(self.cases))
+        sources = np.array([c.source for c in self.cases])
+        for source in sorted(set(sources)):
+            refit, _ = self.solve(theta, (sources != source).astype(float), 4, slopes)
+            mine = np.zeros(len(self.unique), dtype=bool)
+            mine[self.index[sources == source]] = True
+            out[sources == source] = self.predict(refit, mine)[self.index][sources == source]
+        return out
+
+
+def report(
+    fit: Fit,
+    inside: np.ndarray,
+    outside: np.ndarray,
+    kinds: Mapping[Question, str],
+    skipped: Sequence[tuple[str, str]],
+) -> None:
+    """Print mean errors per source, by kind and in total, and every row that is not used with the reason."""
+    groups: dict[str, list[int]] = {}
+    for i, case in enumerate(fit.cases):
+        groups.setdefault(case.source, []).append(i)
+    for name in dict.fromkeys(kinds.values()):
+        groups[f"all: {name}"] = [i for i, case in enumerate(fit.cases) if kinds[case] == name]
+    groups["all rows"] = list(range(len(fit.cases)))
+    first, second = fit.errors(inside), fit.errors(outside)
+    ratio = outside - fit.log_measured
+    print(
+        f"{'source':58s} {'rows':>5s} {'in sample':>10s} {'without the source':>19s} {'median':>7s} {'bias':>6s}"
+    )
+    for name, rows in groups.items():
+        bias = math.exp(float(np.mean(ratio[rows]))) - 1
+        print(
+            f"{name[:58]:58s} {len(rows):5d} {100 * first[rows].mean():10.1f} {100 * second[rows].mean():19.1f}"
+            f" {100 * float(np.median(second[rows])):7.1f} {100 * bias:+6.1f}"
+        )
+    by_source = {name: second[rows].mean() for name, rows in groups.items() if not name.startswith("all")}
+    print(
+        f"{'mean over sources':58s} {len(by_source):5d} {'':10s} {100 * np.mean(list(by_source.values())):19.1f}"
+    )
+    print(f"\n{len(skipped)} rows not used:" if skipped else "\nno row left out")
+    for (source, reason), count in Counter(skipped).items():
+        print(f"  {count:3d} {source}: {reason}")
+
+
+def write(table: Table) -> None:
+    """Store fitted constants beside what the file holds of devices and of generations without rows."""
+    data = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    for prior in (*PRIORS, *DECODE):
+        if prior.where == "common":
+            section = data["common"]
+        elif prior.where in data["generations"]:
+            section = data["generations"][prior.where].setdefault("constants", {})
+        else:
+            section = data["devices"][prior.where].setdefault("constants", {})
+        value = float(f"{table[prior.key]:.4g}")
+        section[prior.name] = {
+            "value": value,
+            "prior": prior.value,
+            "sigma": prior.sigma,
+            "source": prior.source,
+        }
+    text = yaml.safe_dump(data, sort_keys=False, width=110, default_flow_style=None)
+    DATA.write_text(HEADER + text, encoding="utf-8")
+
+
+HEADER = """# Constants of the time model: what devices reach of their data sheets.
+#
+# `value` is what the model uses, fitted by benchmarks/fit_timing.py to published rows; `prior` and `sigma` (of the
+# logarithm) are what the fit starts from and how far it may move, `source` where the prior is from. Some priors
+# were widened or moved while the model's terms were built on these same rows. Without a
+# prior a value is taken as it is. `units`: processors of a device; `float4`: TFLOP/s, dense, where it has that type.
+"""
 NOISE = 0.05  # absolute log error of a row that is as much as one sigma of a prior
 
 
-def errors(cases: Sequence[train.Case], predicted: np.ndarray) -> np.ndarray:
-    """Absolute relative errors."""
-    measured = np.array([c.seconds for c in cases])
-    return np.abs(np.exp(predicted) / measured - 1)
-
-
-def leave_one_source_out(fit: Fit, theta: np.ndarray, jac: np.ndarray) -> np.ndarray:
-    """Logarithm of the predicted seconds of each row, by constants fitted without its source."""
-    out = np.zeros(len(fit.cases))
-    sources = np.array([c.source for c in fit.cases])
-    for source in sorted(set(sources)):
-        keep = (sources != source).astype(float)
-        refit, _ = fit.solve(theta, keep, 4, False, jac)
-        mine = np.zeros(len(fit.unique), dtype=bool)
-        mine[fit.index[sources == source]] = True
-        out[sources == source] = fit.predict(refit, mine)[fit.index][sources == source]
-    return out
-
-
 def main() -> None:
-    """Fit and print."""
+    """Fit training constants, then decode's, and print; `--write` stores them."""
     cases, _ = train.load()
-    fit = Fit(cases)
-    theta, jac = fit.solve(fit.start(), np.ones(len(cases)), 6, True)
-    for p, v in zip(fit.priors, theta, strict=True):
-        print(f"{p.where:10s} {p.name:15s} prior {p.value:9.4g} fitted {math.exp(v):9.4g}")
-    inside = errors(cases, fit.predict(theta)[fit.index])
-    outside = errors(cases, leave_one_source_out(fit, theta, jac))
-    by: dict[str, list[int]] = defaultdict(list)
-    for i, case in enumerate(cases):
-        by[case.source].append(i)
-        by["= " + case.kind].append(i)
-        by["= all"].append(i)
-    for name, rows in by.items():
-        print(f"{name[:50]:50s} n {len(rows):4d} in-sample {100 * inside[rows].mean():5.1f} out {100 * outside[rows].mean():5.1f}")
+    fit = Fit(cases, PRIORS)
+    theta, _ = fit.solve(fit.start(), np.ones(len(cases)), 6)
+    table = stored() | {p.key: math.exp(v) for p, v in zip(fit.priors, theta, strict=True)}
+    rows, _ = decode.load()
+    second = Fit(rows, DECODE, table)
+    theta, _ = second.solve(second.start(), np.ones(len(rows)), 6)
+    table |= {p.key: math.exp(v) for p, v in zip(second.priors, theta, strict=True)}
+    for p in (*PRIORS, *DECODE):
+        print(
+            f"{p.where:10s} {p.name:16s} prior {p.value:9.4g} +- {p.sigma:4.2f}  fitted {table[p.key]:9.4g}  {p.source}"
+        )
+    if "--write" in sys.argv:
+        write(table)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 
@@ -54,6 +55,15 @@ class Case:
     measured: float  # output tokens/s of the server
     row: int
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for rows that ask the same."""
+        return (self.dims, self.device, self.tp, self.engine, self.load, self.prompt, self.response)
+
+    def value(self, constants: Efficiency | None = None) -> float:
+        """The model's output tokens/s."""
+        return self.predict(constants)
+
     def predict(self, constants: Efficiency | None = None) -> float:
         """Output tokens/s."""
         server = self.server(constants)
@@ -65,7 +75,9 @@ class Case:
     def server(self, constants: Efficiency | None = None) -> Server:
         """The replica."""
         machine_ = machine(self.device, constants)
-        return Server(self.dims, Layout(tp=self.tp), machine_, Links.of_profile(hardware(self.device)), self.engine)
+        return Server(
+            self.dims, Layout(tp=self.tp), machine_, Links.of_profile(hardware(self.device)), self.engine
+        )
 
     def capacity(self, server: Server) -> float:
         """Tokens that the cache holds."""
@@ -133,3 +145,21 @@ def load() -> tuple[list[Case], list[tuple[str, str]]]:
             except Skip as reason:
                 skipped.append((row["source"], str(reason)))
     return cases, skipped
+
+
+def main() -> None:
+    """Print the errors per source, in total and by kind."""
+    from fit_timing import DECODE, Fit, report, stored
+
+    cases, skipped = load()
+    fit = Fit(cases, DECODE, stored())
+    theta = fit.at(stored())
+    inside = fit.predict(theta)[fit.index]
+    outside = fit.leave_one_source_out(theta, fit.jacobian(theta, fit.predict(theta)))
+    print("Output tokens/s of generation: mean absolute relative error, %\n")
+    names = {"16": "bf16 and fp16", "low": "fp8 and fp4"}
+    report(fit, inside, outside, {case: names[case.kind] for case in cases}, skipped)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 
 from rolemesh.placement.hardware import HardwareError, hardware
 from rolemesh.placement.layout import Layout
@@ -45,11 +47,27 @@ class Case:
     row: int = -1
 
     @property
-    def family(self) -> tuple[object, ...]:
+    def family(self) -> Hashable:
         """Cases that agree here differ in layout, micro-batch or recompute alone: their order is a choice."""
         tokens = self.micro_batch * self.n_micro * self.layout.dp * self.seq_len
         how = self.run.how
-        return (self.source, self.dims, self.device, self.layout.world, self.seq_len, tokens, how)
+        batch = round(math.log(tokens) / 0.05)
+        return (self.source, self.dims, self.device, self.layout.world, self.seq_len, batch, how)
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a step."""
+        return self.seconds
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for rows that ask the same."""
+        plan = (self.layout, self.micro_batch, self.n_micro, self.seq_len)
+        return (self.dims, *plan, self.device, self.links, self.run)
+
+    def value(self, constants: Efficiency | None = None) -> float:
+        """The model's seconds."""
+        return self.predict(constants).total
 
     def predict(self, constants: Efficiency | None = None) -> TimeItems:
         """The model's answer."""
@@ -113,7 +131,9 @@ def dims_of(row: Row) -> Dims:
     if row["source"].startswith("BigScience GPT-2"):
         # Parameters / (12 x hidden^2): the cells hold no shape; hidden sizes are the SC21 ones of that size.
         layers, hidden = {"GPT-18B": (40, 6144), "GPT-39B": (48, 8192), "GPT-52B": (64, 8192)}[model]
-        return Dims(layers, hidden, hidden // 128, hidden // 128, 128, 4 * hidden, 50304, gated=False, tied=True)
+        return Dims(
+            layers, hidden, hidden // 128, hidden // 128, 128, 4 * hidden, 50304, gated=False, tied=True
+        )
     if model.startswith("Qwen3-Next"):
         return Dims(48, 2048, 16, 2, 256, 5120, 151936, n_experts=512, top_k=10, expert_ffn=512, shared_ffn=512,
                     attention_share=0.25)  # fmt: skip
@@ -199,7 +219,14 @@ def recompute_of(cell: str) -> str:
     if cell == "selective":
         return "selective"
     if cell.startswith("selective"):
-        names = {"mlp": "mlp", "core_attn": "attn", "moe": "moe", "layernorm": "norm", "norm": "norm", "act": "act"}
+        names = {
+            "mlp": "mlp",
+            "core_attn": "attn",
+            "moe": "moe",
+            "layernorm": "norm",
+            "norm": "norm",
+            "act": "act",
+        }
         names |= {"moe_act": "act", "mla_up_proj": "up_proj", "shared_expert": "mlp"}
         return "selective:" + ",".join(names[word] for word in re.findall(r"\w+", cell)[1:])
     return "none"
@@ -215,7 +242,9 @@ def layout_of(row: Row, dims: Dims) -> Layout:
     tp, pp, cp, ep = (number(row[name]) for name in ("TP", "PP", "CP", "EP"))
     world = number(row["n_gpus"])
     dp = max(1, world // (tp * pp * cp))
-    vpp = min(number(row["VPP"], 2 if row["notes"].startswith("Interleaved") else 1), max(1, dims.n_layers // pp))
+    vpp = min(
+        number(row["VPP"], 2 if row["notes"].startswith("Interleaved") else 1), max(1, dims.n_layers // pp)
+    )
     sp = tp > 1 and row["SP"] != "no" and not row["source"].startswith("Megatron-LM")
     if not dims.n_experts:
         ep = 1
@@ -251,7 +280,13 @@ def seconds_of(row: Row, dims: Dims) -> float:
         if "SC21" in source:
             return sc21_seconds(row, dims)
         if source.startswith("Megatron-"):
-            return tokens * model_flops(dims, number(row["seq_len"]), True) / float(row["tflops_per_gpu"]) / 1e12 / world
+            return (
+                tokens
+                * model_flops(dims, number(row["seq_len"]), True)
+                / float(row["tflops_per_gpu"])
+                / 1e12
+                / world
+            )
     raise Skip("neither step time nor a rate with its batch published")
 
 
@@ -317,3 +352,69 @@ def mean(values: Iterable[float]) -> float:
     """Arithmetic mean, nan of nothing."""
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+KINDS = {
+    "megatron16": "Megatron, bf16 and fp16",
+    "fsdp16": "FSDP and others, bf16 and fp16",
+    "low": "fp8 and fp4",
+    "lora": "adapters",
+}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How well a model orders the layouts of one model on the same devices."""
+
+    right: int
+    pairs: int
+    regrets: tuple[float, ...]
+
+    def __str__(self) -> str:
+        worst = max(self.regrets, default=0.0)
+        return (
+            f"{self.right} of {self.pairs} pairs that differ by over 3% ranked right "
+            f"({100 * self.right / max(1, self.pairs):.0f}%); regret of the top choice "
+            f"{100 * mean(self.regrets):.1f}% mean, {100 * worst:.0f}% worst, {len(self.regrets)} families"
+        )
+
+
+def rank(cases: Sequence[Case], predicted: Sequence[float]) -> Ranking:
+    """Order of the layouts in each family, by seconds a token; rows that ask the same count once (median)."""
+    families: dict[Hashable, dict[Hashable, list[tuple[float, float]]]] = {}
+    for case, seconds in zip(cases, predicted, strict=True):
+        tokens = case.micro_batch * case.n_micro * case.layout.dp * case.seq_len
+        questions = families.setdefault(case.family, {})
+        questions.setdefault(case.key, []).append((case.seconds / tokens, seconds / tokens))
+    right = pairs = 0
+    regrets = []
+    for questions in families.values():
+        if len(questions) < 2:
+            continue
+        choices = [(median(m for m, _ in rows), rows[0][1]) for rows in questions.values()]
+        picked = min(choices, key=lambda choice: choice[1])
+        regrets.append(picked[0] / min(choices)[0] - 1)
+        for one, other in combinations(choices, 2):
+            if max(one[0], other[0]) > 1.03 * min(one[0], other[0]):
+                pairs += 1
+                right += (one[0] < other[0]) == (one[1] < other[1])
+    return Ranking(right, pairs, tuple(regrets))
+
+
+def main() -> None:
+    """Print the errors per source, in total and by kind, and the ranking."""
+    from fit_timing import PRIORS, Fit, report, stored
+
+    cases, skipped = load()
+    fit = Fit(cases, PRIORS)
+    theta = fit.at(stored())
+    inside = fit.predict(theta)[fit.index]
+    outside = fit.leave_one_source_out(theta, fit.jacobian(theta, fit.predict(theta)))
+    print("Training step time: mean absolute relative error, %\n")
+    report(fit, inside, outside, {case: KINDS[case.kind] for case in cases}, skipped)
+    for name, seconds in (("in sample", inside), ("leave one source out", outside)):
+        print(f"\nlayouts of the same model, {name}: {rank(cases, [math.exp(value) for value in seconds])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,9 @@ def all_reduce(size: float, group: Group, links: Links, eff: Efficiency) -> floa
     # A tree over the nodes: up and down, log2 of them deep; NCCL reckons its rate at nine tenths of a ring's.
     moved = _rounds(2, size, group, links, eff) / 0.9
     tree = min(
-        start + 2 * ((group.per_node - 1) * inside + math.log2(nodes) * between) * links.latency + moved / share
+        start
+        + 2 * ((group.per_node - 1) * inside + math.log2(nodes) * between) * links.latency
+        + moved / share
         for start, inside, between, share in PROTOCOLS
     )
     return min(ring, tree)
@@ -96,7 +98,9 @@ def send(size: float, crosses_nodes: bool, links: Links, eff: Efficiency) -> flo
     return start + inside * links.latency + size / (links.intra * eff.link)
 
 
-def all_to_all(tokens: float, token_bytes: float, copies: int, group: Group, links: Links, eff: Efficiency) -> float:
+def all_to_all(
+    tokens: float, token_bytes: float, copies: int, group: Group, links: Links, eff: Efficiency
+) -> float:
     """Each of a rank's `tokens` goes to the ranks of `copies` experts, evenly spread over the group.
 
     A token crosses to another node once for all its experts there and fans out inside it (DeepSeek's and

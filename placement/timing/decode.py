@@ -99,7 +99,9 @@ class Server:
         stages = self.layout.pp
         # A pipeline runs its stages in turn on a part of the sequences each; a step takes all of them.
         part = rows / stages
-        read = np.array([self.weight_bytes(x) for x in part]) / (self.machine.memory_bandwidth * eff.decode_memory)
+        read = np.array([self.weight_bytes(x) for x in part]) / (
+            self.machine.memory_bandwidth * eff.decode_memory
+        )
         active = d.dense_params() + d.n_moe_layers * d.top_k * d.ffn_params(d.expert_ffn) + d.vocab * d.hidden
         rate = self.machine.peak(engine.weights) * eff.gemm(engine.weights) * eff.decode_gemm
         work = 2.0 * active * part / (self.layout.tp * stages) / rate
@@ -224,5 +226,8 @@ def decode_seconds(
     # One sequence is left until the end: the survival curve of n stays above that.
     alive = np.maximum(running * response.active(middle), 1.0)
     width = longest / STEPS / engine.tokens_per_step
-    parts = {name: float((width * value).sum()) for name, value in server.step_items(alive, prompt_tokens + middle).items()}
+    parts = {
+        name: float((width * value).sum())
+        for name, value in server.step_items(alive, prompt_tokens + middle).items()
+    }
     return TimeItems((("prefill", prefill), ("waves", steady), *parts.items()))

@@ -14,7 +14,13 @@ import yaml
 
 from rolemesh.placement.hardware import HardwareProfile
 
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5625}  # float4: a scale of one byte for 16
+BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float8": 1.0,
+    "float4": 0.5625,
+}  # float4: a scale of one byte for 16
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,7 @@ def efficiency(device: str) -> Efficiency:
     data = _data()
     known = {field.name for field in fields(Efficiency)}
     values: dict[str, float] = {}
-    for source in (data["common"], data["generations"].get(generation(device), {}).get("constants", {})):
+    own = data["devices"].get(device, {}).get("constants", {})
+    for source in (data["common"], data["generations"].get(generation(device), {}).get("constants", {}), own):
         values.update({name: float(entry["value"]) for name, entry in source.items() if name in known})
     return Efficiency(**values)

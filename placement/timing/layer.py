@@ -119,7 +119,10 @@ def _casts(out: Pass, tokens: float, k: int, n: int, machine: Machine, how: How)
         out.add("memory_bound", (2 + machine.bytes_of(how.dtype)) * tokens * k / machine.memory_rate, 0.0)
         return
     each = 2 + 2 * machine.bytes_of(how.dtype)
-    forward, backward = each * (tokens * k + n * k) / machine.memory_rate, each * tokens * n / machine.memory_rate
+    forward, backward = (
+        each * (tokens * k + n * k) / machine.memory_rate,
+        each * tokens * n / machine.memory_rate,
+    )
     out.add("memory_bound", forward + 2 * machine.efficiency.kernel, backward + machine.efficiency.kernel)
 
 
@@ -144,7 +147,11 @@ def _attention(
         fill = width / (width + eff.head_half) * (128 + eff.head_half) / 128
         # The last, part-filled blocks of a short sequence: work grows by a block of 128 keys on the diagonal.
         flops *= 1 + 128 / seq_len
-        rate = machine.peak(dtype) * fill * {"flash": 1.0, "flash2": eff.flash2, "flash1": eff.flash1}[how.attention]
+        rate = (
+            machine.peak(dtype)
+            * fill
+            * {"flash": 1.0, "flash2": eff.flash2, "flash1": eff.flash1}[how.attention]
+        )
         forward, backward = flops / (rate * eff.flash), 2.5 * flops / (rate * eff.flash_backward)
         io = 2.0 * sequences * queries * (2 * dims.q_dim + 2 * dims.v_dim) / layout.tp / machine.memory_rate
         out.add("attention", max(forward, io), max(backward, 2 * io))
@@ -173,7 +180,9 @@ def _experts(out: Pass, dims: Dims, layout: Layout, tokens: float, machine: Mach
         _casts(out, routed, k, n, machine, how)
     # Sorting tokens by expert and back: read and write, both ways; unfused with an index and a weight each.
     moved = 2 * (4.0 if how.fused else 12.0) * routed * dims.hidden / machine.memory_rate
-    act = _activation_bytes(dims.gated, how.fused) * routed * dims.expert_ffn / layout.etp / machine.memory_rate
+    act = (
+        _activation_bytes(dims.gated, how.fused) * routed * dims.expert_ffn / layout.etp / machine.memory_rate
+    )
     out.add("memory_bound", moved + act, moved + 1.6 * act)
     if dims.shared_ffn:
         _matrices(out, dims.ffn_weights(dims.shared_ffn), tokens, layout.tp, machine, how)
@@ -205,7 +214,9 @@ def _elementwise(
     out.add("memory_bound", seconds * (stream + act + rotary), seconds * (1.2 * stream + 1.6 * act + rotary))
 
 
-def head(dims: Dims, layout: Layout, *, tokens: float, machine: Machine, how: How, chunked: bool = False) -> Pass:
+def head(
+    dims: Dims, layout: Layout, *, tokens: float, machine: Machine, how: How, chunked: bool = False
+) -> Pass:
     """Logits and cross-entropy over this rank's part of the vocabulary; `chunked` makes logits twice."""
     out = Pass()
     columns = dims.head_columns or dims.vocab

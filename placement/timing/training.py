@@ -418,7 +418,9 @@ class _Step:
         pieces = max(1, self.dims.n_layers * run.gathers) if run.shard in ("zero2", "zero3") else 1
         for params, group in zip(self._rank_params(), self._groups(), strict=True):
             gather += pieces * net.all_gather(2.0 * params / pieces, group, links, eff)
-            scatter += trained * pieces * net.reduce_scatter(run.grad_bytes * params / pieces, group, links, eff)
+            scatter += (
+                trained * pieces * net.reduce_scatter(run.grad_bytes * params / pieces, group, links, eff)
+            )
             both += trained * net.all_reduce(run.grad_bytes * params, group, links, eff)
         return Exchange(gather, scatter, both, trained, self.dims.n_layers, self._optimizer())
 
