@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rolemesh.placement.hardware import HardwareError, hardware
-from rolemesh.placement.layout import Layout
+from rolemesh.placement.layout import Layout, LayoutError
 from rolemesh.placement.memory import GIB, Software, software, training_memory
 from rolemesh.placement.memory.process import default_margin, process_memory
-from rolemesh.placement.model import Experts, LatentAttention, ModelShape
+from rolemesh.placement.model import Experts, LatentAttention, ModelError, ModelShape
 
 TRUTH = Path(__file__).parent / "data" / "truth" / "memory_truth.csv"
 ARCHITECTURES = TRUTH.with_name("model_arch.csv")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_row_line(row))
     print(table(compared))
     print(
-        "\nThe one fitted constant, the allocator's slack, is the other sources' where a source has a part in it."
+        "\nThe one fitted constant, the allocator's slack, is the other sources' for a source it was fitted on."
     )
     print(f"\n{sum(map(len, skipped.values()))} rows are not compared:")
     for reason, lines in skipped.items():
@@ -80,7 +80,7 @@ def compare(rows: Iterable[Row]) -> tuple[list[Compared], dict[str, list[int]]]:
     for line, row in enumerate(rows):
         try:
             compared.append(_compare_row(row, line))
-        except SkippedError as reason:
+        except (SkippedError, LayoutError, ModelError) as reason:
             skipped[str(reason)].append(line)
     return compared, dict(skipped)
 
@@ -151,6 +151,8 @@ def _compare_row(row: Row, line: int) -> Compared:
         predicted = items.working_bytes
     elif "nvidia-smi" in what or what == "rounded up per GPU":
         predicted = process.total + items.cached
+    elif "reserved" in what:  # the allocator's blocks, without the process
+        predicted = items.total + process.get("allocator slack", 0.0) + items.cached
     fits, fits_predicted = None, None
     if row["kind"] == "measured" and "above" not in what:
         fits = row["outcome"] == "fits"
@@ -159,6 +161,8 @@ def _compare_row(row: Row, line: int) -> Compared:
         except HardwareError:
             fits = None
     value = row["memory_value"]
+    if value and row["memory_unit"] not in UNITS:
+        raise SkippedError(f"memory in {row['memory_unit']!r} is not an amount of bytes")
     ran = (
         row["outcome"] not in ("OOM",) and not row["outcome"].startswith("OOM by")
     ) or what == "activations"
@@ -174,7 +178,10 @@ def usable(device: str) -> float:
 def number(row: Row, key: str, default: int | None = None) -> int:
     """A whole number of the row; SkippedError where it is missing and has no default."""
     if row[key]:
-        return int(row[key])
+        try:
+            return int(float(row[key]))
+        except ValueError:
+            raise SkippedError(f"{key} is {row[key]!r}, not a number") from None
     if default is None:
         raise SkippedError(f"no {key} given")
     return default
@@ -251,7 +258,7 @@ def run_of(row: Row) -> dict[str, object]:
         "n_micro_batches": n_micro,
         "recompute": recompute,
         "modules": modules,
-        "dtype": "float8" if precision == "fp8" else "bfloat16",
+        "dtype": {"fp8": "float8", "fp32": "float32"}.get(precision, "bfloat16"),
         "head": "chunked" if "RL head" in notes else "materialised",
         "lora_rank": 16 if "LoRA r=16" in notes else 0,
         "offload_activations": told == "activation CPU offload",
