@@ -20,12 +20,13 @@ from pathlib import Path
 
 from rolemesh.placement.hardware import HardwareError, hardware
 from rolemesh.placement.layout import Layout, LayoutError
-from rolemesh.placement.memory import GIB, Software, software, training_memory
+from rolemesh.placement.memory import GIB, MemoryItems, Software, software, training_memory
 from rolemesh.placement.memory.process import default_margin, process_memory
 from rolemesh.placement.model import Experts, LatentAttention, ModelError, ModelShape
 
 TRUTH = Path(__file__).parent / "data" / "truth" / "memory_truth.csv"
 ARCHITECTURES = TRUTH.with_name("model_arch.csv")
+# Galvatron's MB are torch's bytes / 2^20.
 UNITS = {"GB": 1e9, "GiB": GIB, "MB": 2**20, "MiB": 2**20, "bytes": 1.0}
 Row = Mapping[str, str]
 
@@ -59,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in compared:
             print(_row_line(row))
     print(table(compared))
-    print(
-        "\nThe one fitted constant, the allocator's slack, is the other sources' for a source it was fitted on."
-    )
+    print("\nFitted: the allocator's slack alone; a source is predicted with the other sources' fit.")
     print(f"\n{sum(map(len, skipped.values()))} rows are not compared:")
     for reason, lines in skipped.items():
         print(f"  {len(lines):3} {reason} (rows {', '.join(map(str, lines))})")
@@ -127,47 +126,47 @@ def _compare_row(row: Row, line: int) -> Compared:
         raise SkippedError("the memory of a process alone: it is an input of the model")
     if row["source"].startswith("Metis"):
         raise SkippedError("the same total for every layout and no sizes of the model: no measurement of it")
-    shape, by, run = shape_of(row), software_of(row), run_of(row)
-    layout = layout_of(row)
-    stage = None
-    if found := re.search(r"rank (\d+)", what):
-        stage = 0 if found[1] == "0" else layout.pp - 1
-    if what == "activations":
-        stage = 0
-    elif what == "weights+gradients+optimizer":
-        stage = layout.pp // 2  # the paper's figure counts layers alone
-    items = training_memory(shape, layout, by=by, stage=stage, **run)
-    process = (
-        process_memory(items, row["gpu_type"], layout, by, without=row["source"])
-        if what != "activations"
-        else None
-    )
-    predicted = items.total
-    if what == "activations":
-        predicted = items["activations"]
-    elif what == "weights+gradients+optimizer":
-        predicted = items.resident_bytes
-    elif what.startswith("peak above model states"):
-        predicted = items.working_bytes
-    elif "nvidia-smi" in what or what == "rounded up per GPU":
-        predicted = process.total + items.cached
-    elif "reserved" in what:  # the allocator's blocks, without the process
-        predicted = items.total + process.get("allocator slack", 0.0) + items.cached
+    if row["memory_value"] and row["memory_unit"] not in UNITS:
+        raise SkippedError(f"memory in {row['memory_unit']!r} is not an amount of bytes")
+    layout, by = layout_of(row), software_of(row)
+    items = training_memory(shape_of(row), layout, by=by, stage=_stage(what, layout), **run_of(row))
+    process = process_memory(items, row["gpu_type"], layout, by, without=row["source"])
     fits, fits_predicted = None, None
     if row["kind"] == "measured" and "above" not in what:
-        fits = row["outcome"] == "fits"
         try:
             fits_predicted = process.total <= usable(row["gpu_type"])
+            fits = row["outcome"] == "fits"
         except HardwareError:
-            fits = None
-    value = row["memory_value"]
-    if value and row["memory_unit"] not in UNITS:
-        raise SkippedError(f"memory in {row['memory_unit']!r} is not an amount of bytes")
-    ran = (
-        row["outcome"] not in ("OOM",) and not row["outcome"].startswith("OOM by")
-    ) or what == "activations"
-    measured = float(value) * UNITS[row["memory_unit"]] if value and ran and "failure" not in what else None
+            pass  # the device is not named
+    failed = row["outcome"] == "OOM" or row["outcome"].startswith("OOM by")
+    measured = None
+    if row["memory_value"] and not failed:
+        measured = float(row["memory_value"]) * UNITS[row["memory_unit"]]
+    predicted = _quantity(what, items, process)
     return Compared(row["source"], row["model"], predicted, measured, fits, fits_predicted, line, row["kind"])
+
+
+def _stage(what: str, layout: Layout) -> int | None:
+    """The pipeline stage that was measured; None: the fullest."""
+    if found := re.search(r"rank (\d+)", what):
+        return 0 if found[1] == "0" else layout.pp - 1
+    # The paper's figure of activations is the first stage's; that of states counts layers alone.
+    return {"activations": 0, "weights+gradients+optimizer": layout.pp // 2}.get(what)
+
+
+def _quantity(what: str, items: MemoryItems, process: MemoryItems) -> float:
+    """Predicted bytes of what the row measured."""
+    if what == "activations":
+        return items["activations"]
+    if what == "weights+gradients+optimizer":
+        return items.resident_bytes
+    if what.startswith("peak above model states"):
+        return items.working_bytes
+    if "nvidia-smi" in what or what == "rounded up per GPU":
+        return process.total + items.cached
+    if "reserved" in what:  # the allocator's blocks, without the process
+        return items.total + process.get("allocator slack", 0.0) + items.cached
+    return items.total
 
 
 def usable(device: str) -> float:
