@@ -3,9 +3,9 @@
     python benchmarks/fit_timing.py            fit and print
     python benchmarks/fit_timing.py --write    also store them
 
-Every constant has a prior: a figure of a published benchmark or a data sheet, and how far it may be off. The fit
-minimises the sum of absolute relative errors plus the priors' squares (iteratively reweighted Gauss-Newton on
-logarithms), each source weighted by the square root of its number of distinct configurations.
+Every constant has a prior: a figure of a published benchmark or a data sheet, and how far it may be off.
+The fit minimises the sum of absolute relative errors plus the priors' squares (iteratively reweighted
+Gauss-Newton on logarithms), each source weighted by the square root of its number of distinct configurations.
 """
 
 from __future__ import annotations
@@ -60,22 +60,28 @@ PRIORS = (
     Prior("hopper", "flash_backward", 0.53, 0.05, FA),
     Prior("hopper", "flash2", 0.60, 0.08, FA),
     Prior("hopper", "flash1", 0.32, 0.15, FA),
-    Prior("blackwell", "flash", 0.60, 0.1, "as Hopper's own kernel; cuDNN on B200 about 1.4 PFLOP/s, from memory"),
-    Prior("blackwell", "flash_backward", 0.48, 0.1, "as Hopper's own kernel; cuDNN on B200 about 1.1 PFLOP/s, from memory"),
-    Prior("blackwell", "flash2", 0.27, 0.15, "the kernel has no code for this device: Hopper's absolute rate"),
+    Prior("blackwell", "flash", 0.60, 0.1,
+          "as Hopper's own kernel; cuDNN on B200 about 1.4 PFLOP/s, from memory"),
+    Prior("blackwell", "flash_backward", 0.48, 0.1,
+          "as Hopper's own kernel; cuDNN on B200 about 1.1 PFLOP/s, from memory"),
+    Prior("blackwell", "flash2", 0.27, 0.15,
+          "the kernel has no code for this device: Hopper's absolute rate"),
     Prior("volta", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
     Prior("ampere", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
     Prior("hopper", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
     Prior("blackwell", "memory", 0.80, 0.08, "copies reach 80 to 92%, from memory"),
-    Prior("h100-96", "power", 0.80, 0.08, "500 W instead of 700 W: clock falls by its cube root to square root"),
+    Prior("h100-96", "power", 0.80, 0.08,
+          "500 W instead of 700 W: clock falls by its cube root to square root"),
     Prior("gb300-279", "power", 1.12, 0.06, "1,400 W against 1,200 W of GB200 at the same peak"),
     Prior("b300-270", "power", 1.08, 0.08, "1,200 W or more against 1,000 W of B200 at the same peak"),
     Prior("a100-40", "power", 1.0, 0.04, "same chip as with 80 GB"),
     Prior("a6000-48", "power", 0.90, 0.15, "boost clock against sustained"),
     Prior("common", "tile_start", 256.0, 0.5, GUESS),
     Prior("common", "wave_weight", 0.5, 0.5, "between stream-K (0) and whole waves (1)"),
-    Prior("common", "misaligned", 16.0, 0.5, "NVIDIA's guide to matrix products says aligned rows matter; size a guess"),
-    Prior("common", "unaligned", 1.15, 0.1, "NVIDIA's guide to matrix products says aligned rows matter; size a guess"),
+    Prior("common", "misaligned", 16.0, 0.5,
+          "NVIDIA's guide to matrix products says aligned rows matter; size a guess"),
+    Prior("common", "unaligned", 1.15, 0.1,
+          "NVIDIA's guide to matrix products says aligned rows matter; size a guess"),
     Prior("common", "head_half", 32.0, 0.3, FA),
     Prior("common", "unfused", 1.4, 0.1, "casts and copies of an eager graph beyond the operators counted"),
     Prior("common", "kernel", 4e-6, 0.4, GUESS),
@@ -84,13 +90,15 @@ PRIORS = (
     Prior("common", "moe_extra", 3e-4, 0.5, GUESS),
     Prior("volta", "link", 0.87, 0.06, "NCCL tests: about 130 of 150 GB/s, from memory"),
     Prior("ampere", "link", 0.78, 0.06, "NCCL tests: about 235 of 300 GB/s, from memory"),
-    Prior("hopper", "link", 0.95, 0.08, "comm_truth.csv: 480 of 450 GB/s for all-reduce in the switch, 370 else"),
+    Prior("hopper", "link", 0.95, 0.08,
+          "comm_truth.csv: 480 of 450 GB/s for all-reduce in the switch, 370 else"),
     Prior("blackwell", "link", 0.85, 0.1, "as Hopper"),
     Prior("common", "network", 0.85, 0.1, "NCCL tests over InfiniBand, from memory"),
     Prior("common", "overlap", 0.85, 0.1, GUESS),
     Prior("common", "step_fixed", 0.03, 0.4, GUESS),
     Prior("common", "jitter", 0.003, 0.5, "Llama 3 paper: 43 to 41% MFU from 8k to 16k devices, from memory"),
-    Prior("common", "imbalance", 1.15, 0.1, "train_truth.csv: Megatron-MoE-ModelZoo, forced against real routing, 8 to 25%"),
+    Prior("common", "imbalance", 1.15, 0.1,
+          "train_truth.csv: Megatron-MoE-ModelZoo, forced against real routing, 8 to 25%"),
 )  # fmt: skip
 DECODE = (
     Prior("common", "decode_memory", 0.85, 0.05, "reads reach 85 to 93%, from memory"),
@@ -240,17 +248,20 @@ def report(
     first, second = fit.errors(inside), fit.errors(outside)
     ratio = outside - fit.log_measured
     print(
-        f"{'source':58s} {'rows':>5s} {'in sample':>10s} {'without the source':>19s} {'median':>7s} {'bias':>6s}"
+        f"{'source':58s} {'rows':>5s} {'in sample':>10s} {'without the source':>19s}"
+        f" {'median':>7s} {'bias':>6s}"
     )
     for name, rows in groups.items():
         bias = math.exp(float(np.mean(ratio[rows]))) - 1
         print(
-            f"{name[:58]:58s} {len(rows):5d} {100 * first[rows].mean():10.1f} {100 * second[rows].mean():19.1f}"
+            f"{name[:58]:58s} {len(rows):5d} {100 * first[rows].mean():10.1f}"
+            f" {100 * second[rows].mean():19.1f}"
             f" {100 * float(np.median(second[rows])):7.1f} {100 * bias:+6.1f}"
         )
     by_source = {name: second[rows].mean() for name, rows in groups.items() if not name.startswith("all")}
     print(
-        f"{'mean over sources':58s} {len(by_source):5d} {'':10s} {100 * np.mean(list(by_source.values())):19.1f}"
+        f"{'mean over sources':58s} {len(by_source):5d} {'':10s}"
+        f" {100 * np.mean(list(by_source.values())):19.1f}"
     )
     print(f"\n{len(skipped)} rows not used:" if skipped else "\nno row left out")
     for (source, reason), count in Counter(skipped).items():
@@ -280,10 +291,11 @@ def write(table: Table) -> None:
 
 HEADER = """# Constants of the time model: what devices reach of their data sheets.
 #
-# `value` is what the model uses, fitted by benchmarks/fit_timing.py to published rows; `prior` and `sigma` (of the
-# logarithm) are what the fit starts from and how far it may move, `source` where the prior is from. Some priors
-# were widened or moved while the model's terms were built on these same rows. Without a
-# prior a value is taken as it is. `units`: processors of a device; `float4`: TFLOP/s, dense, where it has that type.
+# `value` is what the model uses, fitted by benchmarks/fit_timing.py to published rows; `prior` and `sigma`
+# (of the logarithm) are what the fit starts from and how far it may move, `source` where the prior is from.
+# Some priors were widened or moved while the model's terms were built on these same rows. Without a
+# prior a value is taken as it is. `units`: processors of a device; `float4`: TFLOP/s, dense, where it has
+# that type.
 """
 NOISE = 0.05  # absolute log error of a row that is as much as one sigma of a prior
 
@@ -300,7 +312,8 @@ def main() -> None:
     table |= {p.key: math.exp(v) for p, v in zip(second.priors, theta, strict=True)}
     for p in (*PRIORS, *DECODE):
         print(
-            f"{p.where:10s} {p.name:16s} prior {p.value:9.4g} +- {p.sigma:4.2f}  fitted {table[p.key]:9.4g}  {p.source}"
+            f"{p.where:10s} {p.name:16s} prior {p.value:9.4g} +- {p.sigma:4.2f}"
+            f"  fitted {table[p.key]:9.4g}  {p.source}"
         )
     if "--write" in sys.argv:
         write(table)

@@ -30,8 +30,9 @@ SHAPES = {  # public config.json of each model; the first ones are in model_arch
     "Qwen3-235B-A22B": Dims(94, 4096, 64, 4, 128, 1, 151936, n_experts=128, top_k=8, expert_ffn=1536),
     "Qwen3-30B-A3B": Dims(48, 2048, 32, 4, 128, 1, 151936, n_experts=128, top_k=8, expert_ffn=768),
     "MiniMax-M2.5": Dims(62, 3072, 48, 8, 128, 1, 200064, n_experts=256, top_k=8, expert_ffn=1536),
-    "GLM-5": Dims(78, 6144, 64, 64, 256, 12288, 154880, n_experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048,
-                  n_dense_layers=3, q_rank=2048, kv_rank=512, rope_dim=64, value_dim=256, window=2048, windowed=1.0),
+    "GLM-5": Dims(78, 6144, 64, 64, 256, 12288, 154880, n_experts=256, top_k=8, expert_ffn=2048,
+                  shared_ffn=2048, n_dense_layers=3, q_rank=2048, kv_rank=512, rope_dim=64, value_dim=256,
+                  window=2048, windowed=1.0),
     "Qwen3.5-397B": Dims(60, 4096, 32, 2, 256, 1, 248320, n_experts=512, top_k=10, expert_ffn=1024,
                          shared_ffn=1024, attention_share=0.25),
 }  # fmt: skip
@@ -131,8 +132,9 @@ def case_of(row: Row, index: int) -> Case:
         raise Skip("neither throughput nor latency with its batch published")
     kind = "16" if weights == "bfloat16" else "low"
     device = hardware(row["gpu_type"]).name
-    return Case(source, kind, f"{row['model']} tp={tp} {batch} x {prompt:g}/{response:g}", SHAPES[name], device,
-                tp, engine, load, prompt, response, measured, index)  # fmt: skip
+    label = f"{row['model']} tp={tp} {batch} x {prompt:g}/{response:g}"
+    return Case(source, kind, label, SHAPES[name], device, tp,
+                engine, load, prompt, response, measured, index)  # fmt: skip
 
 
 def load() -> tuple[list[Case], list[tuple[str, str]]]:

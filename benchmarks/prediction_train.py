@@ -15,7 +15,7 @@ from statistics import median
 from rolemesh.placement.hardware import HardwareError, hardware
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.timing.dims import Dims
-from rolemesh.placement.timing.efficiency import Efficiency, Machine, efficiency
+from rolemesh.placement.timing.efficiency import Efficiency, Machine
 from rolemesh.placement.timing.layer import How
 from rolemesh.placement.timing.links import Links
 from rolemesh.placement.timing.training import Run, TimeItems, training_seconds
@@ -109,7 +109,8 @@ def device_of(name: str) -> str:
         raise Skip(f"no data sheet for {name}") from None
 
 
-MOE = {  # model cell starts with: experts, top_k, expert ffn, shared ffn, dense layers, dense ffn, latent attention
+# model cell starts with: experts, top_k, expert ffn, shared ffn, dense layers, dense ffn, latent attention
+MOE = {
     "DeepSeek-V3": (256, 8, 2048, 2048, 3, 18432, True),
     "Kimi-K2": (384, 8, 2048, 2048, 1, 18432, True),
     "Qwen3-235B": (128, 8, 1536, 0, 0, 0, False),
@@ -135,8 +136,8 @@ def dims_of(row: Row) -> Dims:
             layers, hidden, hidden // 128, hidden // 128, 128, 4 * hidden, 50304, gated=False, tied=True
         )
     if model.startswith("Qwen3-Next"):
-        return Dims(48, 2048, 16, 2, 256, 5120, 151936, n_experts=512, top_k=10, expert_ffn=512, shared_ffn=512,
-                    attention_share=0.25)  # fmt: skip
+        return Dims(48, 2048, 16, 2, 256, 5120, 151936, n_experts=512, top_k=10, expert_ffn=512,
+                    shared_ffn=512, attention_share=0.25)  # fmt: skip
     if not row["hidden"]:
         raise Skip("no shape published (hybrid or unnamed model)")
     hidden = int(row["hidden"])
@@ -246,9 +247,7 @@ def layout_of(row: Row, dims: Dims) -> Layout:
         number(row["VPP"], 2 if row["notes"].startswith("Interleaved") else 1), max(1, dims.n_layers // pp)
     )
     sp = tp > 1 and row["SP"] != "no" and not row["source"].startswith("Megatron-LM")
-    if not dims.n_experts:
-        ep = 1
-    elif row["shard"] == "FSDP8" and row["source"].startswith("prime"):
+    if not dims.n_experts or (row["shard"] == "FSDP8" and row["source"].startswith("prime")):
         ep = 1
     return Layout(tp=tp, cp=cp, dp=dp, pp=pp, vpp=vpp, ep=ep, sequence_parallel=sp)
 

@@ -1,8 +1,8 @@
 """Seconds of collectives over a group of devices: latency and bandwidth, ring or tree, one node or many.
 
 Latencies and the three protocols (LL, LL128, Simple) are those of NCCL's own tuner (`src/graph/tuning.cc`): a
-protocol has a start, a latency for each step inside a node and between nodes, and a share of the link's rate. The
-quickest protocol and algorithm counts, as NCCL chooses.
+protocol has a start, a latency for each step inside a node and between nodes, and a share of the link's
+rate. The quickest protocol and algorithm counts, as NCCL chooses.
 """
 
 from __future__ import annotations
@@ -37,21 +37,24 @@ class Group:
 
 def all_reduce(size: float, group: Group, links: Links, eff: Efficiency) -> float:
     """Every rank ends with the sum of `size` bytes."""
-    n, nodes = group.size, group.nodes
-    if n <= 1 or size <= 0:
+    if group.size <= 1 or size <= 0:
         return 0.0
-    ring = _ring(2, size, group, links, eff)
-    if nodes == 1:
+    return min(fixed + each * size for fixed, each in all_reduce_ways(group, links, eff))
+
+
+def all_reduce_ways(group: Group, links: Links, eff: Efficiency) -> list[tuple[float, float]]:
+    """(seconds, seconds for each byte) of every protocol, as a ring and as a tree; the least counts."""
+    ring = _ring_ways(2, group, links, eff)
+    if group.nodes == 1:
         return ring
     # A tree over the nodes: up and down, log2 of them deep; NCCL reckons its rate at nine tenths of a ring's.
-    moved = _rounds(2, size, group, links, eff) / 0.9
-    tree = min(
-        start
-        + 2 * ((group.per_node - 1) * inside + math.log2(nodes) * between) * links.latency
-        + moved / share
+    each = _rounds(2, 1.0, group, links, eff) / 0.9
+    depth = math.log2(group.nodes)
+    tree = [
+        (start + 2 * ((group.per_node - 1) * inside + depth * between) * links.latency, each / share)
         for start, inside, between, share in PROTOCOLS
-    )
-    return min(ring, tree)
+    ]
+    return ring + tree
 
 
 def all_gather(size: float, group: Group, links: Links, eff: Efficiency) -> float:
@@ -79,13 +82,17 @@ def _rounds(rounds: int, size: float, group: Group, links: Links, eff: Efficienc
 
 
 def _ring(rounds: int, size: float, group: Group, links: Links, eff: Efficiency) -> float:
-    moved = _rounds(rounds, size, group, links, eff)
+    return min(fixed + each * size for fixed, each in _ring_ways(rounds, group, links, eff))
+
+
+def _ring_ways(rounds: int, group: Group, links: Links, eff: Efficiency) -> list[tuple[float, float]]:
+    each = _rounds(rounds, 1.0, group, links, eff)
     between_steps = rounds * (group.nodes - 1)
     inside_steps = rounds * (group.size - 1) - between_steps
-    return min(
-        start + (inside_steps * inside + between_steps * between) * links.latency + moved / share
+    return [
+        (start + (inside_steps * inside + between_steps * between) * links.latency, each / share)
         for start, inside, between, share in PROTOCOLS
-    )
+    ]
 
 
 def send(size: float, crosses_nodes: bool, links: Links, eff: Efficiency) -> float:

@@ -1,7 +1,7 @@
 """Seconds of generation: prefill, and decode steps bound by weights, KV cache, products, kernels or links.
 
-A decode step reads all weights that its tokens touch once, and every sequence's KV cache; a set of sequences takes
-as many steps as its longest response, each over the sequences that still run.
+A decode step reads all weights that its tokens touch once, and every sequence's KV cache; a set of
+sequences takes as many steps as its longest response, each over the sequences that still run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ STEPS = 64  # points at which the survival curve is sampled
 class Engine:
     """How the engine serves: types of weights and cache.
 
-    `data_attention`: each of the tp ranks runs attention for its own sequences, and experts are spread over them.
-    `reserve`: a sequence is admitted only when its longest response fits (TensorRT-LLM's default), else what it
-    holds grows as it does. `python`: steps are scheduled by Python processes (vLLM, SGLang); `eager`: kernels are
-    started one by one. `tokens_per_step` above 1 is speculative decoding: accepted tokens a step, each step checking `drafted` more.
+    `data_attention`: each of the tp ranks runs attention for its own sequences; experts are spread over them.
+    `reserve`: a sequence is admitted only when its longest response fits (TensorRT-LLM's default), else
+    what it holds grows as it does. `python`: steps are scheduled by Python processes (vLLM, SGLang);
+    `eager`: kernels are started one by one. `tokens_per_step` above 1 is speculative decoding: accepted
+    tokens a step, each step checking `drafted` more.
     `chunk`: tokens of one prefill pass.
     """
 
@@ -61,14 +62,14 @@ class Server:
 
     # -- bytes -----------------------------------------------------------------------------------------------
 
-    def touched(self, tokens: float) -> float:
-        """Expected distinct experts of one layer that a step of `tokens` tokens reads, of all ranks together."""
+    def touched(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Expected distinct experts of a layer that a step of `tokens` tokens reads, over all ranks."""
         d = self.dims
         if not d.n_experts:
-            return 0.0
+            return np.zeros_like(tokens)
         return d.n_experts * (1 - (1 - d.top_k / d.n_experts) ** tokens)
 
-    def weight_bytes(self, tokens: float) -> float:
+    def weight_bytes(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Bytes of weights that one rank reads in a step, its pipeline stage's part."""
         d, size = self.dims, self.machine.bytes_of(self.engine.weights)
         ranks = self.layout.tp * self.layout.pp
@@ -99,9 +100,7 @@ class Server:
         stages = self.layout.pp
         # A pipeline runs its stages in turn on a part of the sequences each; a step takes all of them.
         part = rows / stages
-        read = np.array([self.weight_bytes(x) for x in part]) / (
-            self.machine.memory_bandwidth * eff.decode_memory
-        )
+        read = self.weight_bytes(part) / (self.machine.memory_bandwidth * eff.decode_memory)
         active = d.dense_params() + d.n_moe_layers * d.top_k * d.ffn_params(d.expert_ffn) + d.vocab * d.hidden
         rate = self.machine.peak(engine.weights) * eff.gemm(engine.weights) * eff.decode_gemm
         work = 2.0 * active * part / (self.layout.tp * stages) / rate
@@ -113,7 +112,7 @@ class Server:
             "weights": stages * np.maximum(read, work),
             "cache": stages * cache / memory,
             "kernels": np.full_like(n, stages * kernels) if not engine.eager else self._eager(n),
-            "links": stages * np.array([self._links(x) for x in part]),
+            "links": stages * self._links_of(part),
             "serving": (eff.serving_python if engine.python else eff.serving) + eff.serving_sequence * n,
         }
 
@@ -121,6 +120,19 @@ class Server:
         """Kernels that the host starts one by one take its time, whatever the device needs."""
         eff, d = self.machine.efficiency, self.dims
         return np.full_like(n, d.n_layers * eff.host + d.n_moe_layers * (eff.moe_host - eff.host))
+
+    def _links_of(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds of all links of a stage for each of `rows`."""
+        tp = self.layout.tp
+        if tp == 1 and self.layout.pp == 1:
+            return np.zeros_like(rows)
+        if self._spread or self.layout.pp > 1:
+            return np.array([self._links(x) for x in rows])
+        ways = np.array(
+            net.all_reduce_ways(net.Group.of(tp, 1, self.links), self.links, self.machine.efficiency)
+        )
+        each = (ways[:, :1] + ways[:, 1:] * (2.0 * self.dims.hidden * rows)).min(axis=0)
+        return 2 * self.dims.n_layers * each
 
     def _links(self, rows: float) -> float:
         """Two all-reduces a layer, or dispatch and combine instead of the second where experts are spread."""
@@ -203,13 +215,13 @@ def decode_seconds(
     machine: Machine,
     links: Links,
     max_running: float = math.inf,
-    engine: Engine = Engine(),  # noqa: B008  (a frozen value)
+    engine: Engine = Engine(),
 ) -> TimeItems:
     """Seconds in which a replica generates `n_sequences` responses that all wait at the start.
 
-    `capacity_tokens` is what its KV cache holds, `max_running` the engine's own limit. While sequences wait, a
-    finished one makes room for the next; then the batch shrinks along the lengths' survival curve, and the
-    longest response sets the end. Without waiting ones it is the survival curve alone.
+    `capacity_tokens` is what its KV cache holds, `max_running` the engine's own limit. While sequences
+    wait, a finished one makes room for the next; then the batch shrinks along the lengths' survival curve,
+    and the longest response sets the end. Without waiting ones it is the survival curve alone.
     """
     server = Server(Dims.of(shape), layout, machine, links, engine)
     mean, longest = response.mean, response.longest(max(1, round(n_sequences)))

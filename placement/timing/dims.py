@@ -16,8 +16,8 @@ class Dims:
     mixture-of-experts model that have a plain feed-forward. Latent attention (DeepSeek) is `kv_rank` > 0:
     queries and keys are `head_dim` wide, values `value_dim`, and the cache holds `kv_rank` + `rope_dim`
     numbers of a token. `window` > 0 limits attention to that many tokens on `windowed` of the layers;
-    `attention_share` is the part of the layers that have softmax attention at all. `head_columns` is the width of
-    the head, 0: the vocabulary.
+    `attention_share` is the part of the layers that have softmax attention at all. `head_columns` is the
+    width of the head, 0: the vocabulary.
     """
 
     n_layers: int

@@ -51,8 +51,8 @@ class Efficiency:
         decode_memory: share of the memory bandwidth that weights and KV cache are read at.
         decode_gemm: share of `gemm16`, `gemm8`, `gemm4` that products with few rows reach.
         decode_kernel: seconds of one kernel of a decode step, started from a recorded graph.
-        serving: seconds of scheduling and sampling in each decode step; `serving_python` where Python processes do
-            it; `serving_sequence` more for each sequence.
+        serving: seconds of scheduling and sampling in each decode step; `serving_python` where Python
+            processes do it; `serving_sequence` more for each sequence.
     """
 
     power: float = 1.0

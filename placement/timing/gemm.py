@@ -43,7 +43,7 @@ def _gemm(m: int, n: int, k: int, batch: int, rows: tuple[int, ...], rates: tupl
             waves = wave_weight * math.ceil(waves) + (1 - wave_weight) * max(waves, 1.0)
             best = min(best, waves * 2.0 * height * width * k_padded * units / (rate * share))
     traffic = batch * (size * (m * k + k * n) + 2.0 * m * n) / memory
-    # Rows that are no multiple of 16 bytes miss the tensor cores' wide loads; of 128 bytes, whole cache lines.
+    # Rows that are no multiple of 16 bytes miss the tensor cores' wide loads; of 128, whole cache lines.
     if any((row * size) % 16 for row in rows):
         best = max(best, ideal * misaligned)
     elif any((row * size) % 128 for row in rows):

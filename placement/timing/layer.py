@@ -112,7 +112,7 @@ def _matrices(
 
 
 def _casts(out: Pass, tokens: float, k: int, n: int, machine: Machine, how: How) -> None:
-    """Below 16 bits inputs, output gradients and weights are read in 16 bits and written twice (both ways up)."""
+    """Below 16 bits inputs, output gradients and weights are read in 16 bits, written both ways up."""
     if how.dtype not in ("float8", "float4"):
         return
     if how.inference:
@@ -194,7 +194,7 @@ def _activation_bytes(gated: bool, fused: bool) -> float:
 
 
 def _norm_bytes(gated: bool, fused: bool) -> float:
-    """Read and write. Unfused RMSNorm (of the gated families) is six operators in fp32; LayerNorm is one kernel."""
+    """Read and write; unfused RMSNorm (gated families) is six operators in fp32, LayerNorm one kernel."""
     return 36.0 if gated and not fused else 4.0
 
 

@@ -14,9 +14,9 @@ class Links:
     """Rates are bytes/s of one device in one direction.
 
     `per_node` devices share the fast link (a node, or an NVLink domain that spans several). `host` is the
-    rate between a device and its host's memory. `latency` multiplies the latencies of NCCL on its usual links. Where
-    the fast link joins only some devices of a node (boards of four, bridged pairs), `island` is their number and
-    `island_link` the rate between islands.
+    rate between a device and its host's memory. `latency` multiplies the latencies of NCCL on its usual
+    links. Where the fast link joins only some devices of a node (boards of four, bridged pairs), `island`
+    is their number and `island_link` the rate between islands.
     """
 
     per_node: int = 8
@@ -33,7 +33,7 @@ class Links:
 
     @classmethod
     def of_profile(cls, profile: HardwareProfile, per_node: int | None = None) -> Links:
-        """The usual links of a device type, `per_node` devices on a node; by default one domain of its fast link."""
+        """The usual links of a device type; `per_node` devices on a node, by default its fast domain."""
         domain = profile.link_devices
         rates = (profile.link_bytes_per_s, profile.nic_bytes_per_s, profile.pcie_bytes_per_s)
         links = cls(per_node or domain, *rates, profile.latency)
@@ -45,7 +45,8 @@ class Links:
     def of(cls, devices: DeviceSet, cluster: ClusterSpec) -> Links:
         """Links of a set of devices: of its type, at the rates that the cluster states.
 
-        Nodes of one group whose fast link spans nodes (NVL72) count as one node; unequal counts as the smallest.
+        Nodes of one group whose fast link spans nodes (NVL72) count as one node; the smallest
+        of unequal counts is taken.
         """
         nodes = [node for node in cluster.usable if cluster.device_type(node) == devices.device_type]
         profile = cluster.profile(devices.device_type)

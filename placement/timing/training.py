@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from rolemesh.placement.layout import Layout
@@ -44,6 +45,9 @@ class TimeItems(Mapping[str, float]):
         return f"{self.total:.4g} s ({', '.join(parts)})"
 
 
+DEFAULT_HOW = How()
+
+
 @dataclass(frozen=True)
 class Run:
     """How the software runs a step, beyond the layout.
@@ -60,7 +64,7 @@ class Run:
         chunked_head: logits are made again in the backward pass, a chunk at a time.
     """
 
-    how: How = How()
+    how: How = DEFAULT_HOW
     recompute: str = "none"
     shard: str = "zero1"
     overlap_dp: bool = True
@@ -83,9 +87,10 @@ RECOMPUTED: Mapping[str, Mapping[str, float]] = {
 
 
 def stage_layers(n_layers: int, pp: int, vpp: int = 1) -> list[int]:
-    """Layers of each stage. Where the layers do not divide but embedding and head counted as one do, they are.
+    """Layers of each stage.
 
-    Else the earlier stages take one more.
+    Where the layers do not divide, but do with embedding and head counted as one each, they are counted so;
+    else the earlier stages take one more.
     """
     chunks = pp * vpp
     if pp > 1 and n_layers % chunks and (n_layers + 2) % chunks == 0:
@@ -96,8 +101,8 @@ def stage_layers(n_layers: int, pp: int, vpp: int = 1) -> list[int]:
 
 @dataclass(frozen=True)
 class Work:
-    """One micro-batch: kind -> (forward, backward) seconds on the stage that takes longest, their sum (`turn`),
-    and what filling and draining the pipeline adds; the same for a forward pass alone.
+    """One micro-batch: kind -> (forward, backward) seconds on the stage that takes longest, their sum
+    (`turn`), and what filling and draining the pipeline adds; the same for a forward pass alone.
     """
 
     stage: Mapping[str, tuple[float, float]]
@@ -154,7 +159,7 @@ def micro_batch_work(
     seq_len: int,
     machine: Machine,
     links: Links,
-    run: Run = Run(),  # noqa: B008  (a frozen value)
+    run: Run = Run(),
 ) -> Work:
     """What one micro-batch takes, for many steps that differ in the number of replicas or micro-batches."""
     return _Step(Dims.of(shape), layout, micro_batch, 1, seq_len, machine, links, run).work()
@@ -189,7 +194,7 @@ def training_seconds(
     seq_len: int,
     machine: Machine,
     links: Links,
-    run: Run = Run(),  # noqa: B008  (a frozen value)
+    run: Run = Run(),
 ) -> TimeItems:
     """Seconds of one optimizer step: `n_micro_batches` of `micro_batch` sequences on each replica."""
     step = _Step(Dims.of(shape), layout, micro_batch, n_micro_batches, seq_len, machine, links, run)
@@ -205,7 +210,7 @@ def inference_seconds(
     seq_len: int,
     machine: Machine,
     links: Links,
-    run: Run = Run(),  # noqa: B008  (a frozen value)
+    run: Run = Run(),
 ) -> TimeItems:
     """Seconds of one forward pass (log-probabilities, values) over the replica's micro-batches."""
     step = _Step(Dims.of(shape), layout, micro_batch, n_micro_batches, seq_len, machine, links, run)
@@ -232,6 +237,10 @@ class _Step:
 
     def _layer(self, moe: bool) -> dict[str, tuple[float, float]]:
         """kind -> (forward, backward with recompute) seconds of one layer, communication included."""
+        return _layer_times(replace(self, layout=_inside(self.layout), n_micro=1), moe)
+
+    def layer_times(self, moe: bool) -> dict[str, tuple[float, float]]:
+        """The same, reckoned now."""
         run, layout = self.run, self.layout
         work = decoder_layer(
             self.dims,
@@ -317,16 +326,20 @@ class _Step:
         out, first = [], 0
         counts = stage_layers(dims.n_layers, layout.pp, layout.vpp)
         n_dense = dims.n_layers - dims.n_moe_layers
+        alike: dict[tuple[int, int, bool], dict[str, tuple[float, float]]] = {}
         for stage, count in enumerate(counts):
             here = max(0, min(n_dense - first, count))
-            total: dict[str, tuple[float, float]] = {}
-            for work, times in ((dense, here), (experts, count - here)):
-                _add(total, work, times)
-            if stage == layout.pp - 1:
-                _add(total, self._head(), 1)
-            if layout.pp > 1:
-                _add(total, {"pp": self._sends(stage)}, 1)
-            out.append(total)
+            kind = here, count, stage == layout.pp - 1
+            if kind not in alike:
+                total: dict[str, tuple[float, float]] = {}
+                for work, times in ((dense, here), (experts, count - here)):
+                    _add(total, work, times)
+                if stage == layout.pp - 1:
+                    _add(total, self._head(), 1)
+                if layout.pp > 1:
+                    _add(total, {"pp": self._sends()}, 1)
+                alike[kind] = total
+            out.append(alike[kind])
             first += count
         return out
 
@@ -342,7 +355,7 @@ class _Step:
         )
         return {kind: (work.forward[kind], work.backward[kind]) for kind in work.forward}
 
-    def _sends(self, stage: int) -> tuple[float, float]:
+    def _sends(self) -> tuple[float, float]:
         """Activations to the next stage and gradients back, once for each virtual stage."""
         layout, links, eff = self.layout, self.links, self.machine.efficiency
         stride = layout.tp * layout.cp * layout.dp
@@ -356,7 +369,7 @@ class _Step:
     # -- the step --------------------------------------------------------------------------------------------
 
     def work(self) -> Work:
-        """What one micro-batch takes; of the data-parallel size only where stages' sends cross nodes depends."""
+        """What one micro-batch takes; of the data-parallel size only where sends cross nodes depends."""
         stages = self.stages()
         turns = [sum(f + b for f, b in stage.values()) for stage in stages]
         forwards = [sum(f for f, _ in stage.values()) for stage in stages]
@@ -425,7 +438,7 @@ class _Step:
         return Exchange(gather, scatter, both, trained, self.dims.n_layers, self._optimizer())
 
     def _optimizer(self) -> float:
-        """Adam: reads gradient, master, two moments; writes master, moments, weights; and the gradient norm."""
+        """Adam: reads gradient, master, two moments; writes master, moments, weights; the norm."""
         run, machine = self.run, self.machine
         if run.how.lora:
             return 0.0
@@ -434,6 +447,17 @@ class _Step:
             own = params / (1 if run.shard == "none" else group.size)
             seconds += (4 + 12 + 12 + 2 + 4) * own / machine.memory_rate
         return seconds
+
+
+@lru_cache(maxsize=4096)
+def _inside(layout: Layout) -> Layout:
+    """What of a layout matters inside a layer: neither replicas nor stages."""
+    return replace(layout, dp=1, pp=1, vpp=1)
+
+
+@lru_cache(maxsize=65_536)
+def _layer_times(step: _Step, moe: bool) -> dict[str, tuple[float, float]]:
+    return step.layer_times(moe)
 
 
 def _add(

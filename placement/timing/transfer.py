@@ -16,7 +16,7 @@ BUCKET_START = 2e-3  # seconds of gathering names, copying and starting one piec
 
 @dataclass(frozen=True)
 class Remote:
-    """A role behind a network service: seconds before an answer starts, and requests it answers each second."""
+    """A role behind a network service: seconds before an answer starts, and answers each second."""
 
     latency_s: float
     requests_per_s: float

@@ -1,4 +1,5 @@
-"""One instance of each cost term worked out by hand: round constants, so that the arithmetic fits in a comment."""
+"""One instance of each cost term worked out by hand: round constants, so that the arithmetic fits in a
+comment."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from rolemesh.placement.timing.training import Run, stage_layers, training_secon
 
 # Everything reaches its data sheet, nothing starts slowly, tiles and waves do not matter.
 IDEAL = Efficiency(
-    gemm16=1.0, gemm8=1.0, tile_start=0.0, wave_weight=0.0, misaligned=1.0, unaligned=1.0, flash=1.0,
-    flash_backward=1.0, flash2=1.0, head_half=0.0, memory=1.0, unfused=1.0, kernel=0.0, host=0.0, moe_host=0.0,
-    moe_extra=0.0, link=1.0, network=1.0, overlap=1.0, step_fixed=0.0, jitter=0.0, imbalance=1.0,
+    gemm16=1.0, gemm8=1.0, tile_start=0.0, wave_weight=0.0, misaligned=1.0, unaligned=1.0,
+    flash=1.0, flash_backward=1.0, flash2=1.0, head_half=0.0, memory=1.0, unfused=1.0, kernel=0.0,
+    host=0.0, moe_host=0.0, moe_extra=0.0, link=1.0, network=1.0, overlap=1.0, step_fixed=0.0, jitter=0.0, imbalance=1.0,
 )  # fmt: skip
 MACHINE = Machine("ideal", (("bfloat16", 1e12), ("float8", 2e12)), 1e9, 4, IDEAL)  # 1 TFLOP/s, 1 GB/s
 FAST = Machine("no traffic", (("bfloat16", 1e12), ("float8", 2e12)), 1e18, 4, IDEAL)
@@ -41,7 +42,8 @@ def test_last_wave_counts_whole() -> None:
     waves = Machine("waves", (("bfloat16", 1e12),), 1e18, 4, IDEAL.with_(wave_weight=1.0))
     # 256 x 640 in tiles of 256 x 128: 5 tiles on 4 units are 2 waves, of 4 x 2 x 256 x 128 x 1024 FLOP each:
     # 0.537 ms. In tiles of 128 x 64 (20, 5 waves, at 0.8 of the rate): 5 x 4 x 2 x 128 x 64 x 1024 / 0.8e12
-    # = 0.419 ms. In tiles of 128 x 128 (10, 3 waves, 0.95): 3 x 4 x 2 x 128 x 128 x 1024 / 0.95e12 = 0.424 ms.
+    # = 0.419 ms. In tiles of 128 x 128 (10, 3 waves, 0.95): 3 x 4 x 2 x 128 x 128 x 1024 / 0.95e12 = 0.424
+    # ms.
     assert gemm_seconds(256, 640, 1024, waves, "bfloat16") == pytest.approx(0.4194304e-3, rel=1e-6)
 
 
@@ -130,12 +132,14 @@ def test_islands_of_a_node_meet_over_the_slower_link() -> None:
 
 
 def test_small_messages_take_the_latency() -> None:
-    # LL protocol, 8 ranks: 6.6 us + 14 steps of 0.6 us = 15 us; published: 13.7 us (NVIDIA, 8 x H100, 8 bytes).
+    # LL protocol, 8 ranks: 6.6 us + 14 steps of 0.6 us = 15 us; published: 13.7 us (NVIDIA, 8 x H100, 8
+    # bytes).
     assert net.all_reduce(8, net.Group(8, 8), Links(), Efficiency()) == pytest.approx(15.0e-6, rel=1e-3)
 
 
 def test_tokens_reach_a_node_once() -> None:
-    # Top-1 over 2 nodes of 4: half of 1000 tokens x 1000 B leave the node at 1e8 B/s: 5 ms; 7/8 of them the rank.
+    # Top-1 over 2 nodes of 4: half of 1000 tokens x 1000 B leave the node at 1e8 B/s: 5 ms; 7/8 of them the
+    # rank.
     seconds = net.all_to_all(1000, 1000, 1, net.Group(8, 4), LINKS, IDEAL)
     assert seconds == pytest.approx(5e-3 + 8.4e-6)
 
@@ -176,14 +180,16 @@ def test_full_recompute_repeats_the_layers() -> None:
 
 def test_tensor_parallel_all_reduces() -> None:
     step = _step(Layout(tp=2))
-    # 4 a layer of 1024 x 1024 x 2 B: 2 x 1/2 x 2.097e6 / 1e9 = 2.097 ms and 8.4 us; 4 layers, 4 micro-batches.
+    # 4 a layer of 1024 x 1024 x 2 B: 2 x 1/2 x 2.097e6 / 1e9 = 2.097 ms and 8.4 us; 4 layers, 4
+    # micro-batches.
     assert step["tp"] == pytest.approx(4 * 4 * 4 * (2.097152e-3 + 8.4e-6), rel=1e-3)
 
 
 def test_gradients_are_reduced_and_weights_gathered() -> None:
     run = Run(overlap_dp=False)
     step = _step(Layout(dp=4), run=run)
-    # 4 layers x 12 x 1024^2 + 2 x 2048 x 1024 = 54.5e6 parameters: 4 B scattered and 2 B gathered, 3/4 of each.
+    # 4 layers x 12 x 1024^2 + 2 x 2048 x 1024 = 54.5e6 parameters: 4 B scattered and 2 B gathered, 3/4 of
+    # each.
     params = 4 * 12 * 1024**2 + 2 * 2048 * 1024
     assert step["dp"] == pytest.approx(0.75 * params * 6 / 1e9, rel=1e-3)
     assert _step(Layout(dp=4))["dp"] < step["dp"]  # some of it hides behind the computation
