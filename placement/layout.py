@@ -13,6 +13,9 @@ from rolemesh.placement.hints import did_you_mean
 from rolemesh.placement.model import Experts, ModelShape
 
 
+_AXES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+
+
 class LayoutError(ValueError):
     """A layout that cannot be cut this way; the message holds the sizes and the legal alternatives."""
 
@@ -87,7 +90,7 @@ class Layout:
 
     def sizes(self) -> dict[str, int]:
         """Every axis and its size, without the switches."""
-        return {name: value for name, value in asdict(self).items() if name != "sequence_parallel"}
+        return {name: getattr(self, name) for name in _AXES}
 
     def coords(self, rank: int) -> Coords:
         """Position of `rank` in the grid."""

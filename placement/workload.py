@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,12 @@ class Workload:
         """Optimizer updates of a step; the last of an epoch may have fewer samples."""
         return self.epochs * -(-self.samples // self.mini_batch)
 
-    @property
+    @cached_property
     def sequence_tokens(self) -> float:
         """Expected tokens of one sequence, prompt and response."""
         return self.prompt_lengths.mean + self.response_lengths.mean
 
-    @property
+    @cached_property
     def longest_tokens(self) -> float:
         """Tokens of the longest sequence there can be."""
         return self.prompt_lengths.maximum + self.response_lengths.maximum

@@ -81,6 +81,8 @@ class RoleBytes:
         self.longest = round(plan.workload.longest_tokens)
         self._passes: dict[tuple[object, ...], Pass] = {}
         self._held: dict[Layout, Held] = {}
+        self._whole_steps: dict[tuple[Cut, int], float] = {}
+        self._many: dict[Cut, Layout] = {}
         self._params: dict[tuple[Cut, int], RankParams] = {}
         transfer = transfer_memory(self.request.shape, dtype=self.request.dtype)
         self.transfer = transfer.working_bytes * self.slack  # what handing over weights works with
@@ -114,6 +116,14 @@ class RoleBytes:
         """An update of hardly any tokens shows what the optimizer works with."""
         if not self.trains or not self.by.step:
             return 0.0
+        if self.request.shape.moe is not None:  # experts may be shared out over fewer ranks than dp
+            return self._step_of(layout, stage)
+        key = cut_of(layout), stage
+        if key not in self._whole_steps:
+            self._whole_steps[key] = self._step_of(replace(layout, dp=1), stage)
+        return self._whole_steps[key] / layout.dp if self.by.shards("optimizer") else self._whole_steps[key]
+
+    def _step_of(self, layout: Layout, stage: int) -> float:
         items = training_memory(
             self.request.shape,
             layout,
@@ -132,12 +142,13 @@ class RoleBytes:
         held = 1 if layout.pp == 1 else min(n_micro, 3 * layout.pp)  # a pipeline holds no more at a time
         key = "train", cut_of(layout), micro_batch, held, recompute
         if key not in self._passes:
-            many = replace(layout, dp=_MANY)
+            if key[1] not in self._many:
+                self._many[key[1]] = replace(layout, dp=_MANY)
             self._passes[key] = self._pass(
                 training_memory(
                     self.request.shape,
-                    many,
-                    micro_batch=self._sequences(micro_batch),
+                    self._many[key[1]],
+                    micro_batch=micro_batch,
                     seq_len=self.longest,
                     n_micro_batches=held,
                     recompute=recompute,
@@ -156,7 +167,7 @@ class RoleBytes:
             items = inference_memory(
                 self.request.shape,
                 layout,
-                micro_batch=self._sequences(micro_batch),
+                micro_batch=micro_batch,
                 seq_len=self.longest,
                 dtype=self.request.dtype,
             )
@@ -183,10 +194,6 @@ class RoleBytes:
     def _pass(self, items: Iterable[Mapping[str, float]]) -> Pass:
         kept = tuple(items)
         return Pass(tuple(sum(working.values()) * self.slack for working in kept), kept)
-
-    def _sequences(self, micro_batch: int) -> float:
-        """Of the longest sequences, those whose tokens a micro-batch has: at least one."""
-        return max(1.0, micro_batch * self.plan.workload.sequence_tokens / self.longest)
 
     @cached_property
     def _cached(self) -> float:

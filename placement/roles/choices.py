@@ -70,7 +70,7 @@ def _megatron(plan: PlanRequest, request: RoleRequest, world: int, node: int) ->
                         dp = rest // pp
                         fits = (("ep", ep), ("etp", etp), ("dp", dp))
                         if all(pins.get(axis, size) == size for axis, size in fits):
-                            yield Layout(tp, cp, dp, pp, vpp, ep, etp, sequence_parallel=parallel)
+                            yield _layout(tp, cp, dp, pp, vpp, ep, etp, parallel)
 
 
 def _context_sizes(plan: PlanRequest) -> tuple[int, ...]:
@@ -113,6 +113,11 @@ def _serving(request: RoleRequest, world: int, node: int) -> Iterator[Layout]:
                 yield Layout(tp, dp=dp, pp=pp, ep=tp)
 
 
+@functools.lru_cache(maxsize=65_536)
+def _layout(tp: int, cp: int, dp: int, pp: int, vpp: int, ep: int, etp: int, parallel: bool) -> Layout:
+    return Layout(tp, cp, dp, pp, vpp, ep, etp, parallel)
+
+
 @functools.lru_cache(maxsize=4096)
 def _divisors(n: int) -> tuple[int, ...]:
     small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
@@ -120,12 +125,12 @@ def _divisors(n: int) -> tuple[int, ...]:
 
 
 def micro_batches(plan: PlanRequest, request: RoleRequest, rows: int) -> list[int]:
-    """Sequences of a forward pass, at mean length, for a replica that has `rows` of them at a time."""
-    mean = plan.workload.sequence_tokens
+    """Sequences of a forward pass, at their longest, for a replica that has `rows` of them at a time."""
+    longest = plan.workload.longest_tokens
     tokens = request.micro_batch_tokens or plan.workload.micro_batch_tokens
     if tokens is not None:
-        return [min(max(1, int(tokens / mean)), rows)]
-    most = min(rows, max(1, int(MOST_TOKENS / mean)))
+        return [max(1, int(tokens / longest))]
+    most = max(1, min(rows, int(MOST_TOKENS / longest)))
     return [2**k for k in range(most.bit_length())]
 
 

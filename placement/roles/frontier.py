@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from rolemesh.placement.layout import Layout
 from rolemesh.placement.roles import choices
 from rolemesh.placement.roles.bytes import Held, Pass, RoleBytes, working_bytes
 from rolemesh.placement.roles.request import PlanRequest
-from rolemesh.placement.roles.seconds import Batch, RoleSeconds
+from rolemesh.placement.roles.seconds import Batch, Later, RoleSeconds
 from rolemesh.placement.timing.transfer import offload_seconds
 
 WAITING = ("weights", "optimizer")  # states that wait on the host; gradients are made anew
@@ -86,7 +87,8 @@ class Frontier:
         trains = "train" in kinds.values()
         rows = max(rows for _, rows in batch.updates) if trains else batch.rows
         for micro_batch in choices.micro_batches(self.plan, self.request, rows):
-            n_micro = -(-rows // micro_batch)
+            n_micro = math.ceil(self.prices.n_micro(rows, micro_batch))
+            before = len(self.fitting)
             scoring = self.memory.inference(layout, micro_batch)
             for recompute in choices.recomputes(self.plan, self.role):
                 passes = {name: scoring for name, kind in kinds.items() if kind == "infer"}
@@ -103,6 +105,8 @@ class Frontier:
 
                 for offload in choices.offloads(self.plan, self.role):
                     self._take(RoleOption(layout, micro_batch, recompute, offload), held, passes, price)
+            if len(self.fitting) == before:
+                return  # larger ones need more
 
     def _take(
         self, option: RoleOption, held: Held, passes: Mapping[str, Pass], price: Callable[[str], float]
@@ -170,7 +174,7 @@ class Frontier:
         working = dict(zip(names, one.working, strict=True))
         working |= dict.fromkeys(self.moves, self.memory.transfer + one.moving)
         seconds = {name: one.price(name) if one.fits else 0.0 for name in names}  # it is never asked then
-        return RoleCost(one.option, seconds, one.resident, working, one.host, self._items(one))
+        return RoleCost(one.option, seconds, one.resident, working, one.host, Later(lambda: self._items(one)))
 
     def _items(self, one: _Candidate) -> dict[str, float]:
         """Bytes of the fullest moment, item by item."""

@@ -30,27 +30,28 @@ from rolemesh.placement.timing.training import (
 BOOKKEEPING = 64.0  # bytes that advantages and returns read and write for each token, some sixteen fp32 columns
 
 
-class Lazy(Mapping[str, float]):
-    """Seconds by operation that are reckoned when first asked for: most options do not fit in memory."""
+class Later(Mapping[str, float]):
+    """A mapping that is made when it is first looked into."""
 
-    __slots__ = ("_names", "_price", "_values")
+    __slots__ = ("_made", "_make")
 
-    def __init__(self, names: tuple[str, ...], price: Callable[[str], float]) -> None:
-        self._names, self._price = names, price
-        self._values: dict[str, float] = {}
+    def __init__(self, make: Callable[[], Mapping[str, float]]) -> None:
+        self._make = make
+        self._made: Mapping[str, float] | None = None
+
+    def _now(self) -> Mapping[str, float]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
     def __getitem__(self, name: str) -> float:
-        if name not in self._values:
-            if name not in self._names:
-                raise KeyError(name)
-            self._values[name] = self._price(name)
-        return self._values[name]
+        return self._now()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._now())
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._now())
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -86,7 +87,9 @@ class RoleSeconds:
         square = prompt.mean_square + 2 * prompt.mean * response.mean + response.mean_square
         # Attention grows with the square: sequences of this length have the batch's mean of it for each token.
         self.seq_len = round(square / load.sequence_tokens)
-        self._work: dict[tuple[Cut, int, Recompute, bool], Work] = {}
+        # Micro-batches are filled up to the tokens of so many of the longest sequences.
+        self.filled = load.longest_tokens / load.sequence_tokens
+        self._work: dict[tuple[Cut, float, Recompute, bool], Work] = {}
         self._exchange: dict[Layout, Exchange] = {}
         self._decode: dict[tuple[Cut, int, int], float] = {}
 
@@ -97,13 +100,13 @@ class RoleSeconds:
             self._exchange[layout] = data_exchange(
                 self.dims, layout, machine=self.machine, links=self.links, run=run
             )
-        work = self._micro(layout, micro_batch, recompute)
+        work = self._micro(layout, micro_batch, recompute, batch.updates[0][1])
         return sum(
             times
             * training_total(
                 work,
                 self._exchange[layout],
-                math.ceil(rows / micro_batch),
+                self.n_micro(rows, micro_batch),
                 layout.world,
                 self.machine,
                 run,
@@ -113,8 +116,12 @@ class RoleSeconds:
 
     def infer(self, layout: Layout, micro_batch: int, batch: Batch) -> float:
         """A forward pass over the batch."""
-        work = self._micro(layout, micro_batch, "none")
-        return inference_total(work, math.ceil(batch.rows / micro_batch), layout.world, self.machine)
+        work = self._micro(layout, micro_batch, "none", batch.rows)
+        return inference_total(work, self.n_micro(batch.rows, micro_batch), layout.world, self.machine)
+
+    def n_micro(self, rows: int, micro_batch: int) -> float:
+        """Micro-batches that `rows` sequences of mean length fill; the last one may be filled in part."""
+        return max(1.0, rows / (micro_batch * self.filled))
 
     def generate(
         self, layout: Layout, at_once: int, batch: Batch, response: Lengths | None = None
@@ -170,12 +177,13 @@ class RoleSeconds:
         rate = self.machine.peak(dtype) * eff.gemm(dtype) * world
         return 0.99 * passes * 2.0 * active * load.tokens / rate
 
-    def _micro(self, layout: Layout, micro_batch: int, recompute: Recompute) -> Work:
-        """One micro-batch; of the replicas only matters whether stages are on different nodes."""
+    def _micro(self, layout: Layout, micro_batch: int, recompute: Recompute, rows: int) -> Work:
+        """One full one, or all rows; of the replicas only matters whether stages are on several nodes."""
         crosses = layout.pp > 1 and layout.world > self.links.per_node
-        key = cut_of(layout), micro_batch, recompute, crosses
+        each = min(float(rows), micro_batch * self.filled)  # sequences of mean length
+        key = cut_of(layout), each, recompute, crosses
         if key not in self._work:
-            tokens = micro_batch * self.plan.workload.sequence_tokens
+            tokens = each * self.plan.workload.sequence_tokens
             self._work[key] = micro_batch_work(
                 self.dims,
                 layout,

@@ -126,7 +126,7 @@ class Exchange:
     n_layers: int
     optimizer: float
 
-    def exposed(self, work: Work, n_micro: int, run: Run, eff: Efficiency) -> float:
+    def exposed(self, work: Work, n_micro: float, run: Run, eff: Efficiency) -> float:
         """Seconds that the exchange adds to `n_micro` micro-batches it runs beside."""
         forward = sum(f for f, _ in work.stage.values())
         if run.shard in ("zero2", "zero3"):
@@ -134,6 +134,7 @@ class Exchange:
             each = gathers * self.gather + self.scatter
             first = self.gather / max(1, self.n_layers)  # nothing to hide the first layer's weights behind
             return n_micro * (hidden(each, work.turn, eff) + first if run.overlap_dp else each)
+        windows: tuple[tuple[float, float], ...]
         if run.shard == "zero1":
             windows = ((self.gather * self.trained, forward), (self.scatter, work.turn - forward))
         else:
@@ -171,7 +172,7 @@ def data_exchange(shape: Any, layout: Layout, *, machine: Machine, links: Links,
 
 
 def training_total(
-    work: Work, exchange: Exchange, n_micro: int, world: int, machine: Machine, run: Run
+    work: Work, exchange: Exchange, n_micro: float, world: int, machine: Machine, run: Run
 ) -> float:
     """`training_seconds(...).total`, from its parts."""
     seconds = n_micro * work.turn + work.bubble + exchange.optimizer + machine.efficiency.step_fixed
@@ -179,7 +180,7 @@ def training_total(
     return seconds * (1 + waiting_share(world, machine))
 
 
-def inference_total(work: Work, n_micro: int, world: int, machine: Machine) -> float:
+def inference_total(work: Work, n_micro: float, world: int, machine: Machine) -> float:
     """`inference_seconds(...).total`, from its part."""
     seconds = n_micro * work.forward_turn + work.forward_bubble + machine.efficiency.step_fixed
     return seconds * (1 + waiting_share(world, machine))
