@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from rolemesh.launch import cli_devices
 from rolemesh.launch.fields import RecipeError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -95,6 +96,9 @@ def check(
     report = check_recipe(recipe, offline=offline)
     print("\n".join([report.text(), *(list_defaults(recipe) if defaults else [])]))
     return EXIT_BAD_RECIPE if report.problems else EXIT_OK
+
+
+cli_devices.add_commands(main)
 
 
 @main.command()

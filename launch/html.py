@@ -62,6 +62,8 @@ def page(title: str, *parts: str, subtitle: str = "") -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'\">"  # a browser would refuse whatever asked for something
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body>{head}\n"
         + "\n".join(_text(part) for part in parts)
         + "\n</body></html>\n"

@@ -29,6 +29,7 @@ from rolemesh.launch import assemble
 from rolemesh.launch.checkpoints import read_checkpoint
 from rolemesh.launch.plan import plan_on
 from rolemesh.launch.progress import Progress
+from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.model import ModelShape
@@ -67,6 +68,7 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
                 progress=progress,
                 on_step=lambda step, metrics: show_step(progress, step, steps, metrics),
             ).fit()
+            write_memory(log.path, groups.values())
             progress.write(f"actor exported to {log.export_dir(steps, 'actor')} (a Hugging Face folder)")
     return 0
 

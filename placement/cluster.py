@@ -274,7 +274,7 @@ class ClusterSpec:
         Raises ClusterError when no usable node has the type.
         """
         kind = canonical(device_type)
-        found = [self._profile_of(node) for node in self._distinct() if self.device_type(node) == kind]
+        found = [self.profile_of(node) for node in self._distinct() if self.device_type(node) == kind]
         if not found:
             there = ", ".join(self.device_types) or "none"
             raise ClusterError(f"no usable node has devices of type {device_type!r} (there are: {there})")
@@ -287,7 +287,8 @@ class ClusterSpec:
         """The same devices, known by measured profiles (`hardware.load_profile`) instead of data sheets."""
         return replace(self, profiles={**self.profiles, **{profile.name: profile for profile in profiles}})
 
-    def _profile_of(self, node: NodeSpec) -> HardwareProfile:
+    def profile_of(self, node: NodeSpec) -> HardwareProfile:
+        """What each device of a node can do. Raises ClusterError for a type that has no profile."""
         kind = self.device_type(node)
         if kind in self.profiles:
             return node.profile_from(self.profiles[kind])
@@ -306,7 +307,7 @@ class ClusterSpec:
 
     def bytes_per_s(self, one: NodeSpec, other: NodeSpec) -> float:
         """Nominal rate from a device of `one` to a device of `other`, per direction, each device's part."""
-        first, second = self._profile_of(one), self._profile_of(other)
+        first, second = self.profile_of(one), self.profile_of(other)
         link = min(first.link_bytes_per_s, second.link_bytes_per_s)
         if one.name == other.name:
             return link if one.devices <= first.link_devices else min(link, first.pcie_bytes_per_s)
