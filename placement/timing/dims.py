@@ -46,7 +46,7 @@ class Dims:
     @classmethod
     def of(cls, shape: ModelShape | Dims) -> Dims:
         """The sizes of a `ModelShape`; a `Dims` is itself."""
-        if isinstance(shape, cls):
+        if isinstance(shape, Dims):
             return shape
         sizes: dict[str, Any] = {
             "tied": shape.tied and shape.n_labels is None,

@@ -20,7 +20,8 @@ from rolemesh.placement.timing.training import Run, stage_layers, training_secon
 IDEAL = Efficiency(
     gemm16=1.0, gemm8=1.0, tile_start=0.0, wave_weight=0.0, misaligned=1.0, unaligned=1.0,
     flash=1.0, flash_backward=1.0, flash2=1.0, head_half=0.0, memory=1.0, unfused=1.0, kernel=0.0,
-    host=0.0, moe_host=0.0, moe_extra=0.0, link=1.0, network=1.0, overlap=1.0, step_fixed=0.0, jitter=0.0, imbalance=1.0,
+    host=0.0, moe_host=0.0, moe_extra=0.0,
+    link=1.0, network=1.0, overlap=1.0, step_fixed=0.0, jitter=0.0, imbalance=1.0,
 )  # fmt: skip
 MACHINE = Machine("ideal", (("bfloat16", 1e12), ("float8", 2e12)), 1e9, 4, IDEAL)  # 1 TFLOP/s, 1 GB/s
 FAST = Machine("no traffic", (("bfloat16", 1e12), ("float8", 2e12)), 1e18, 4, IDEAL)
