@@ -119,6 +119,7 @@ class Problem:
         self._lefts: dict[tuple[str, int], Left | None] = {}
         self._tables: dict[tuple[str, DeviceSet], RoleTable | None] = {}
         self._seconds_of_transfers: dict[Hashable, float] = {}
+        self._takes_part = {name: graph[name].roles for name in self.names}
         self._cuts: dict[str, list[Pin]] = {
             role: [pin for pin in pins if pin.about_options and role in pin.roles] for role in roles
         }
@@ -259,7 +260,7 @@ class Problem:
         """Device bytes of a pool: all that is resident, and the most that works at a time."""
         working = max(
             (
-                sum(cost.working.get(name, 0.0) for role, cost in costs if role in self.graph[name].roles)
+                sum(cost.working.get(name, 0.0) for role, cost in costs if role in self._takes_part[name])
                 for name in self.names
             ),
             default=0.0,
