@@ -157,7 +157,7 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
     is_function = FUNCTION_PATH.search(recipe.reward.path) is not None
     kind: Literal["model", "function"] = recipe.reward.kind or ("function" if is_function else "model")
     strategy = recipe.placement.strategy
-    if not recipe.placement.pools:
+    if not recipe.placement.pools and not recipe.placement.plan:
         strategy = strategy or "colocate"
 
     def tokens(role: Actor | Critic | Ref | Reward) -> int:

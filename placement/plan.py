@@ -17,7 +17,7 @@ from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan_values import Prediction, RoleSettings, rounded, say_nodes
 from rolemesh.placement.pools import PlacementError, PoolSpec, fit_pools
 from rolemesh.placement.search.plans import Proof
-from rolemesh.placement.strategies import check_roles, explicit_pools, named_pools
+from rolemesh.placement.strategies import check_roles, cpus_per_process, explicit_pools, named_pools
 
 _PROOF_FIGURES = ("bound_s", "gap", "seconds")
 
@@ -159,8 +159,9 @@ class PlacementPlan:
         More nodes or devices than planned for stay idle. Raises PlacementError, naming both sides, where the
         cluster has fewer devices, other device types, or lacks a label or resource that a pool asks for.
         """
+        bound = self._bound(cluster)
         try:
-            nodes = fit_pools(self._with_types(cluster), cluster)
+            nodes = fit_pools(bound, cluster)
         except PlacementError as error:
             raise PlacementError(
                 f"the plan does not fit this cluster. Planned for: {self._planned_for()}. {error}",
@@ -169,17 +170,24 @@ class PlacementPlan:
                 present=error.present,
             ) from None
         idle = {node: count for node, count in nodes.free(cluster).items() if count}
-        return replace(self, nodes=nodes.nodes, idle=idle)
+        pools = tuple(replace(b, where=pool.where) for b, pool in zip(bound, self.pools, strict=True))
+        return replace(self, pools=pools, nodes=nodes.nodes, idle=idle)
 
-    def _with_types(self, cluster: ClusterSpec) -> list[PoolSpec]:
-        """Pools bound to the device types they were planned for; a cluster that names none has any."""
-        if not any(cluster.device_type(node) for node in cluster.usable) or cluster.device_kind == "cpu":
-            return list(self.pools)
+    def _bound(self, cluster: ClusterSpec) -> list[PoolSpec]:
+        """Pools bound to the device types they were planned for, with no more CPUs than the nodes have.
+
+        A cluster that does not name its devices has any type, and one that names just the chip (`A100`) any
+        size of it.
+        """
+        there = {node.device_type for node in cluster.usable if node.device_type}
         bound = []
         for pool in self.pools:
             kind = self.device_types.get(pool.name, "")
-            where = replace(pool.where, device=kind) if kind and not pool.where.device else pool.where
-            bound.append(replace(pool, where=where))
+            kind = next((name for name in there if name.lower() == kind.split("-")[0]), kind)
+            binds = kind and there and pool.device_kind == "cuda" and not pool.where.device
+            where = replace(pool.where, device=kind) if binds else pool.where
+            cpus = min(pool.cpus_per_process, cpus_per_process(cluster))
+            bound.append(replace(pool, where=where, cpus_per_process=cpus))
         return bound
 
     def _planned_for(self) -> str:

@@ -156,10 +156,10 @@ def check_roles(pools: Mapping[str, Sequence[str]], roles: Sequence[str]) -> Non
 
 
 def _pool(name: str, roles: Sequence[str], counts: Sequence[int], cluster: ClusterSpec) -> PoolSpec:
-    return PoolSpec(name, tuple(roles), tuple(counts), cluster.device_kind, _cpus_per_process(cluster))
+    return PoolSpec(name, tuple(roles), tuple(counts), cluster.device_kind, cpus_per_process(cluster))
 
 
-def _cpus_per_process(cluster: ClusterSpec) -> float:
+def cpus_per_process(cluster: ClusterSpec) -> float:
     """One CPU per process, or an equal fraction where a node has fewer CPUs than devices."""
     fraction = min((node.cpus / node.devices for node in cluster.usable), default=1.0)
     return 1.0 if fraction >= 1 else math.floor(fraction * 10_000) / 10_000  # Ray counts in 1/10000
@@ -199,7 +199,7 @@ def _roles(request: Mapping[str, Any]) -> tuple[str, ...]:
 def _requested(
     name: str, request: Mapping[str, Any], counts: Sequence[int], cluster: ClusterSpec
 ) -> PoolSpec:
-    cpus = float(request.get("cpus_per_process", _cpus_per_process(cluster)))
+    cpus = float(request.get("cpus_per_process", cpus_per_process(cluster)))
     where = Where.from_keys(name, request.get("where", {}))
     return PoolSpec(name, _roles(request), tuple(counts), cluster.device_kind, cpus, where)
 

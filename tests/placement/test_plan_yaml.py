@@ -203,6 +203,20 @@ def test_a_cluster_that_does_not_name_its_devices_takes_any_plan():
     assert PLAN.on(_cluster(*nodes)).nodes["right"] == (("c", 8),)
 
 
+def test_a_cluster_that_names_only_the_chip_has_devices_of_any_size():
+    plan = PlacementPlan.from_yaml(PLAN.to_yaml().replace("a100-80", "a100-40"))
+    left = [_big("b", kind="H100"), _big("c", kind="H100")]
+    assert plan.on(_cluster(*left, NodeSpec("a", 8, device_type="A100"))).nodes["right"] == (("a", 8),)
+    with pytest.raises(PlacementError, match="a100-40"):
+        plan.on(_cluster(*left, NodeSpec("a", 8, device_type="A100-80G")))
+
+
+def test_processes_of_a_plan_share_the_cpus_of_a_smaller_machine():
+    plan = make_plan("colocate", ("actor",), ClusterSpec.uniform(1, 4, device_kind="cpu"))
+    laptop = ClusterSpec((NodeSpec("laptop", 4, cpus=2),), "cpu")
+    assert plan.on(laptop).pool_of("actor").cpus_per_process == 0.5
+
+
 def test_equal_plans_have_no_difference_and_others_show_only_what_differs():
     assert diff_plans(PLAN, PLAN) == []
     assert diff_plans(PLAN, replace(PLAN, proof=replace(PLAN.proof, seconds=9.0, nodes_visited=7))) == []
