@@ -177,7 +177,14 @@ def dtype_of(precision: str) -> str:
 def run_of(row: Row, dtype: str) -> Run:
     """What the source's software does, by source."""
     source, notes, recompute = row["source"], row["notes"], recompute_of(row["recompute"])
-    old = Run(How(dtype, attention="unfused", dropout=True), recompute, "none", False, grad_bytes=2.0)
+    old = Run(
+        How(dtype, attention="unfused", dropout=True),
+        recompute,
+        "none",
+        False,
+        grad_bytes=2.0,
+        scatter_pp=True,
+    )
     if source.startswith("Megatron-LM"):
         # DeepSpeed's ZeRO-3 of 2021 gathers each of a layer's twelve parameters by itself, when it is needed.
         return replace(old, shard="zero3", gathers=12) if row["shard"] == "ZeRO-3" else old

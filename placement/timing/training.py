@@ -60,6 +60,8 @@ class Run:
         overlap_dp: gradients and weights move while the first and last micro-batches compute.
         overlap_tp: tensor-parallel collectives run in pieces beside the products; `overlap_ep` likewise.
         grad_bytes: bytes of one gradient on the wire.
+        scatter_pp: without sequence parallelism each tp rank sends its part of the activations to the next
+            stage, where they are gathered (SC21, section 4.1; DeepSpeed's pipeline); else each sends all.
         gathers: collectives in which a layer's weights and gradients move under zero2 and zero3.
         chunked_head: logits are made again in the backward pass, a chunk at a time.
     """
@@ -71,6 +73,7 @@ class Run:
     overlap_tp: bool = False
     overlap_ep: bool = False
     grad_bytes: float = 4.0
+    scatter_pp: bool = False
     chunked_head: bool = False
     gathers: int = 1
 
@@ -361,8 +364,11 @@ class _Step:
         layout, links, eff = self.layout, self.links, self.machine.efficiency
         stride = layout.tp * layout.cp * layout.dp
         crosses = stride * layout.pp > links.per_node
-        size = 2.0 * self.tokens * self.dims.hidden / (layout.tp if layout.sequence_parallel else 1)
-        each = net.send(size, crosses, links, eff) * layout.vpp
+        whole = 2.0 * self.tokens * self.dims.hidden
+        cut = layout.sequence_parallel or self.run.scatter_pp
+        each = net.send(whole / (layout.tp if cut else 1), crosses, links, eff) * layout.vpp
+        if self.run.scatter_pp and not layout.sequence_parallel and layout.tp > 1:
+            each += net.all_gather(whole, net.Group.of(layout.tp, 1, links), links, eff) * layout.vpp
         if layout.vpp > 1:
             each *= 1 - eff.overlap  # the interleaved schedule sends beside the next chunk's work
         return each, each
