@@ -25,7 +25,10 @@ def layouts(plan: PlanRequest, role: str, devices: DeviceSet) -> list[Layout]:
     """
     request, world, node = plan.roles[role], devices.world, max(devices.counts)
     if plan.generates(role) and request.engine == "hf":
-        found: Iterable[Layout] = [Layout(dp=world)]
+        whole = Layout(dp=world)
+        found: Iterable[Layout] = (
+            [whole] if all(getattr(whole, k) == v for k, v in request.pins.items()) else []
+        )
     elif plan.generates(role):
         found = _serving(request, world, node)
     else:
@@ -136,8 +139,8 @@ def micro_batches(plan: PlanRequest, request: RoleRequest, rows: int) -> list[in
 
 def at_once(plan: PlanRequest, request: RoleRequest, rows: int) -> list[int]:
     """Sequences that generate at once on a replica that has `rows` of them to generate."""
-    if request.engine == "hf":
-        tokens = request.micro_batch_tokens or BATCH_TOKENS
+    tokens = request.micro_batch_tokens or (BATCH_TOKENS if request.engine == "hf" else None)
+    if tokens is not None:
         return [min(max(1, int(tokens / plan.workload.longest_tokens)), rows)]
     return sorted({max(1, math.ceil(rows / waves)) for waves in WAVES})
 

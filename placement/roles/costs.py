@@ -33,15 +33,11 @@ class PlannerCosts:
         self._bytes: dict[tuple[str, str], RoleBytes] = {}
         self._seconds: dict[tuple[str, Links, str], RoleSeconds] = {}
         self._mine = {
-            role: tuple(
-                op for op in plan.graph.operations if op.role == role and op.kind != "transfer"
-            )
+            role: tuple(op for op in plan.graph.operations if op.role == role and op.kind != "transfer")
             for role in plan.roles
         }
         self._moves = {
-            role: tuple(
-                op.name for op in plan.graph.operations if op.kind == "transfer" and role in op.roles
-            )
+            role: tuple(op.name for op in plan.graph.operations if op.kind == "transfer" and role in op.roles)
             for role in plan.roles
         }
 
@@ -132,7 +128,9 @@ class PlannerCosts:
         return self._seconds[key]
 
     def _weights(self, role: str, devices: DeviceSet, layout: Layout) -> float:
-        return max(states["weights"] for states in self.bytes_of(role, devices.device_type).held(layout).items)
+        return max(
+            states["weights"] for states in self.bytes_of(role, devices.device_type).held(layout).items
+        )
 
     def _frontier(self, role: str, devices: DeviceSet) -> Frontier:
         kind = devices.device_type

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rolemesh.placement.cluster import ClusterSpec
-from rolemesh.placement.costs import Recompute
+from rolemesh.placement.costs import Recompute, RoleOption
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
@@ -17,6 +17,7 @@ from rolemesh.placement.workload import Workload
 
 Engine = Literal["hf", "paged"]
 REFERENCES = ("ref",)
+SCALAR_HEADS = ("critic", "reward")
 
 
 class RequestError(ValueError):
@@ -78,12 +79,30 @@ class PlanRequest:
     staleness: int = 0
 
     def __post_init__(self) -> None:
+        kinds = tuple(
+            replace(node, device_type=self.cluster.device_type(node)) for node in self.cluster.nodes
+        )
+        object.__setattr__(self, "cluster", replace(self.cluster, nodes=kinds))
+        object.__setattr__(self, "roles", {role: _headed(role, one) for role, one in self.roles.items()})
         there = {role for operation in self.graph.operations for role in operation.roles}
         if unknown := sorted(set(self.roles) - there):
             raise RequestError(f"step {self.graph.name!r} has no role {', '.join(unknown)} (it has: {there})")
         for operation in self.graph.operations:
             if operation.role not in self.roles and operation.kind in ("generate", "train", "transfer"):
                 raise RequestError(f"{operation.name} needs role {operation.role!r}, which has no model here")
+
+    def fixed_as(self, role: str, option: RoleOption) -> RoleRequest:
+        """The role's request with everything fixed as in an option."""
+        sizes: dict[str, int | bool] = dict(option.layout.sizes())
+        sizes["sequence_parallel"] = option.layout.sequence_parallel
+        tokens = math.ceil(option.micro_batch * self.workload.longest_tokens)
+        return replace(
+            self.roles[role],
+            pins=sizes,
+            micro_batch_tokens=tokens,
+            recompute=option.recompute,
+            offload=option.offload,
+        )
 
     def trains(self, role: str) -> bool:
         """Whether the step updates this role."""
@@ -117,3 +136,10 @@ class PlanRequest:
             if name not in self.remote:
                 said.append(f"{name} runs on no devices and is counted as taking no time")
         return said
+
+
+def _headed(role: str, request: RoleRequest) -> RoleRequest:
+    """A critic's or reward model's head has one column, also where it is made from a language model."""
+    if role not in SCALAR_HEADS or request.shape.n_labels is not None:
+        return request
+    return replace(request, shape=replace(request.shape, n_labels=1))

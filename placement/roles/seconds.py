@@ -27,7 +27,9 @@ from rolemesh.placement.timing.training import (
     training_total,
 )
 
-BOOKKEEPING = 64.0  # bytes that advantages and returns read and write for each token, some sixteen fp32 columns
+BOOKKEEPING = (
+    64.0  # bytes that advantages and returns read and write for each token, some sixteen fp32 columns
+)
 
 
 class Later(Mapping[str, float]):
@@ -123,9 +125,7 @@ class RoleSeconds:
         """Micro-batches that `rows` sequences of mean length fill; the last one may be filled in part."""
         return max(1.0, rows / (micro_batch * self.filled))
 
-    def generate(
-        self, layout: Layout, at_once: int, batch: Batch, response: Lengths | None = None
-    ) -> float:
+    def generate(self, layout: Layout, at_once: int, batch: Batch, response: Lengths | None = None) -> float:
         """All responses of a replica; `response`: other lengths than those expected."""
         lengths = response or self.plan.workload.response_lengths
         if response is not None:
@@ -197,5 +197,3 @@ class RoleSeconds:
 
     def _run(self, recompute: Recompute) -> Run:
         return Run(self.how, recompute)
-
-
