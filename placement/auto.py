@@ -47,7 +47,7 @@ def search_plan(
 def plan_auto(
     request: PlanRequest, *, pins: Sequence[Pin] = (), time_limit_s: float = 60.0, gap: float = 0.0
 ) -> PlacementPlan:
-    """The best plan. Raises PlacementError with the explanation where nothing fits, PinError for wrong pins."""
+    """The best plan. Raises PlacementError with the explanation where nothing fits, and PinError."""
     found = search_plan(request, pins=pins, time_limit_s=time_limit_s, gap=gap, compare=False)
     if isinstance(found, SearchResult):
         return plan_of(request, found.best, "auto", found.proof, pins=pins)
@@ -139,11 +139,11 @@ def plan_of(
     pins: Sequence[Pin] = (),
     pools: Sequence[PoolSpec] = (),
 ) -> PlacementPlan:
-    """A search's assignment as a plan; `pools` gives their specifications in the same order, else made here."""
+    """A search's assignment as a plan; `pools` are their specifications in the same order, else made here."""
     specs = list(pools) or [_spec(pool, request.cluster, pins) for pool in best.pools]
     names = {planned.name: spec.name for planned, spec in zip(best.pools, specs, strict=True)}
     nodes = {names[pool.name]: tuple(pool.nodes) for pool in best.pools}
-    taken = {name: 0 for name in (node.name for node in request.cluster.usable)}
+    taken = dict.fromkeys((node.name for node in request.cluster.usable), 0)
     for entries in nodes.values():
         for name, count in entries:
             taken[name] += count
@@ -189,7 +189,7 @@ def _peak(request: PlanRequest, best: Assignment, pool: PlannedPool) -> float:
 
 
 def _spec(pool: PlannedPool, cluster: ClusterSpec, pins: Sequence[Pin]) -> PoolSpec:
-    """What a run asks for to get such a pool: its device type where there are several, labels that were pinned."""
+    """What a run asks for to get such a pool: its device type where there are several, and pinned labels."""
     several = len(cluster.device_types) > 1
     labels = dict(
         str(pin.value).split("=", 1)

@@ -22,7 +22,7 @@ def explain_infeasible(request: PlanRequest, found: Infeasible, solve: Solve) ->
     lines = [f"nothing fits: {_say_overrun(request, found.overrun)}", *_legal(request, found.overrun)]
     known = len(lines)
     lines += [
-        f"would fit: {change} ({best.makespan_s:.3g} s a step)"
+        f"would fit: {change} (a plan with {best.makespan_s:.3g} s a step)"
         for change, best in changes_that_fit(request, solve)
     ]
     if found.nearest is not None:

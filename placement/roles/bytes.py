@@ -1,7 +1,7 @@
 """Bytes of a role's options: what stays, what each operation works with, what waits on the host.
 
-Activations do not depend on the number of replicas, nor states on the micro-batch, so each is counted once for
-all the options that share it.
+Activations do not depend on the number of replicas, nor states on the micro-batch, so each is counted once
+for all the options that share it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rolemesh.placement.memory import (
     transfer_memory,
 )
 from rolemesh.placement.memory.activations import DTYPE_BYTES
+from rolemesh.placement.memory.inference import PAGE_TOKENS, PREFILL_TOKENS
 from rolemesh.placement.memory.process import communicator_bytes, slack_fraction
 from rolemesh.placement.roles.request import PlanRequest, RoleRequest
 
@@ -186,7 +187,8 @@ class RoleBytes:
                 n_sequences=at_once,
                 tokens=max(self._cached, self.longest / at_once) if paged else self.longest,
                 dtype=self.request.dtype,
-                **({} if paged else {"page_tokens": 1, "prefill_tokens": prompts}),
+                page_tokens=PAGE_TOKENS if paged else 1,
+                prefill_tokens=PREFILL_TOKENS if paged else prompts,
             )
             self._passes[key] = self._pass(items.working for _ in self.stages(layout))
         return self._passes[key]

@@ -22,7 +22,8 @@ from rolemesh.placement.timing.transfer import offload_seconds, transfer_seconds
 class PlannerCosts:
     """What the search asks, from one request. Nothing it returns depends on what it was asked before.
 
-    `keep` names what pins are about (`tp`, `micro_batch`): options that differ in it do not replace each other.
+    `keep` names what pins are about (`tp`, `micro_batch`): options that differ in it do not replace each
+    other.
     """
 
     def __init__(self, plan: PlanRequest, *, keep: Collection[str] = ()) -> None:

@@ -87,7 +87,7 @@ class RoleSeconds:
         load = plan.workload
         prompt, response = load.prompt_lengths, load.response_lengths
         square = prompt.mean_square + 2 * prompt.mean * response.mean + response.mean_square
-        # Attention grows with the square: sequences of this length have the batch's mean of it for each token.
+        # Attention grows with the square: sequences of this length have the batch's mean of it per token.
         self.seq_len = round(square / load.sequence_tokens)
         # Micro-batches are filled up to the tokens of so many of the longest sequences.
         self.filled = load.longest_tokens / load.sequence_tokens
