@@ -92,7 +92,7 @@ class Server:
         return sum(self.step_items(sequences, context).values(), np.zeros(1))
 
     def step_items(self, sequences: ArrayLike, context: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """The same by kind: weights, cache, attention, kernels, links, serving."""
+        """The same by kind: weights (or their products), routing, cache, kernels, links, serving."""
         eff, d, engine = self.machine.efficiency, self.dims, self.engine
         n = np.atleast_1d(np.asarray(sequences, dtype=float))
         held = np.atleast_1d(np.asarray(context, dtype=float))
@@ -104,17 +104,26 @@ class Server:
         active = d.dense_params() + d.n_moe_layers * d.top_k * d.ffn_params(d.expert_ffn) + d.vocab * d.hidden
         rate = self.machine.peak(engine.weights) * eff.gemm(engine.weights) * eff.decode_gemm
         work = 2.0 * active * part / (self.layout.tp * stages) / rate
+        moved = np.array([self._routed_seconds(x) for x in part])
         window = held if not d.window else d.windowed * np.minimum(held, d.window) + (1 - d.windowed) * held
         cache = n / stages * window * self.cache_bytes_of_token()
         memory = self.machine.memory_bandwidth * eff.decode_memory
         kernels = (d.n_layers * KERNELS + d.n_moe_layers * EXPERT_KERNELS) / stages * eff.decode_kernel
         return {
             "weights": stages * np.maximum(read, work),
+            "routing": stages * moved,
             "cache": stages * cache / memory,
             "kernels": np.full_like(n, stages * kernels) if not engine.eager else self._eager(n),
             "links": stages * self._links_of(part),
             "serving": (eff.serving_python if engine.python else eff.serving) + eff.serving_sequence * n,
         }
+
+    def _routed_seconds(self, rows: float) -> float:
+        """Sorting a stage's rows by expert and back, and the experts' activation, by the bytes they move."""
+        d = self.dims
+        each = 2 * 4.0 * d.hidden + 6.0 * d.expert_ffn + 2 * 2.5 * (d.hidden + d.expert_ffn)
+        routed = d.n_moe_layers / self.layout.pp * rows * d.top_k / self.layout.tp
+        return routed * each / self.machine.memory_rate
 
     def _eager(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
         """Kernels that the host starts one by one take its time, whatever the device needs."""
@@ -146,7 +155,7 @@ class Server:
             total += 2 * d.n_moe_layers / self.layout.pp * each
         elif tp > 1:
             group = net.Group.of(tp, 1, links)
-            total += 2 * layers * net.all_reduce(size, group, links, eff)
+            total += 2 * layers * net.quick_all_reduce(size, group, links, eff)
         if self.layout.pp > 1:
             total += net.send(size / tp, tp * self.layout.pp > links.per_node, links, eff)
         return total
@@ -163,7 +172,7 @@ class Server:
         if self._spread:  # each rank takes prompts of its own, and its share of the experts
             layout = replace(layout, tp=1, dp=tp, ep=tp)
         chunk = min(tokens, max(engine.chunk, 1))
-        how = How(engine.weights, inference=True)
+        how = How(engine.weights, inference=True, graphs=not engine.python)
         seconds = 0.0
         for moe, count in ((False, d.n_layers - d.n_moe_layers), (True, d.n_moe_layers)):
             if count:

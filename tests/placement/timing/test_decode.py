@@ -70,6 +70,12 @@ def test_experts_touched_by_a_batch() -> None:
     assert server.touched(1000) == pytest.approx(8)
 
 
+def test_routed_rows_move_bytes() -> None:
+    dims = Dims(10, 1000, 10, 5, 100, 4000, 1000, n_experts=8, top_k=2, expert_ffn=500)
+    # 10 layers x 100 rows x 2 experts, each 8 x 1000 + 6 x 500 + 5 x 1500 = 18,500 B, at 1e12 B/s.
+    assert _server(dims=dims).step_items(100, 1)["routing"][0] == pytest.approx(2000 * 18_500 / 1e12)
+
+
 def test_all_responses_of_one_length() -> None:
     seconds = decode_seconds(
         DIMS, Layout(), prompt_tokens=1000, response=Fixed(100), n_sequences=8, capacity_tokens=1e9,

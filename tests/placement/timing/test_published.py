@@ -1,7 +1,7 @@
 """The model with its stored constants beside the published rows: what was reached must not be lost.
 
-Bounds are a little above what benchmarks/prediction.py prints in sample; how well rows of an unseen source are
-predicted is that benchmark's matter, as it refits the constants.
+Bounds are a little above what benchmarks/prediction.py prints in sample; how well rows of an unseen source
+are predicted is that benchmark's matter, as it refits the constants.
 """
 
 from __future__ import annotations

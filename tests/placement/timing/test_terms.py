@@ -120,6 +120,20 @@ def test_all_reduce_rings() -> None:
     assert net.all_reduce(1e9, net.Group(8, 4), LINKS, IDEAL) == pytest.approx(2.5, rel=1e-3)
 
 
+def test_engines_reduce_in_one_step() -> None:
+    # The ring's bytes after one start of 8 us.
+    assert net.quick_all_reduce(1e6, net.Group(4, 4), LINKS, IDEAL) == pytest.approx(1.5e-3 + 8e-6)
+
+
+def test_parts_of_activations_are_sent_and_gathered() -> None:
+    whole, parts = _step(Layout(tp=2, pp=2)), _step(Layout(tp=2, pp=2), run=Run(scatter_pp=True))
+    # 1024 x 1024 x 2 B from stage to stage inside a node: 2.097 ms and 8.4 us, there and back, 4
+    # micro-batches.
+    assert whole["pp"] == pytest.approx(4 * 2 * (2.097152e-3 + 8.4e-6))
+    # Half of it, then the other half gathered at the receiver.
+    assert parts["pp"] == pytest.approx(4 * 2 * (2.097152e-3 + 2 * 8.4e-6))
+
+
 def test_all_gather_sends_half_of_an_all_reduce() -> None:
     assert net.all_gather(1e9, net.Group(4, 4), LINKS, IDEAL) == pytest.approx(0.75 + 8.4e-6)
     assert net.all_gather(1e9, net.Group(1, 1), LINKS, IDEAL) == 0
