@@ -97,10 +97,12 @@ class BranchAndBound:
         try:
             for group in self._groups():
                 root = group.root()
-                for bound, choices in self._bound(group, [root] if root else []):
+                for bound, choices in self._bound(group, [root] if root else [], math.inf):
                     heap.append((bound, 0, next(self._count), group, choices))
                     if self.best is None:  # so that there is one when time runs out
                         self._dive(group, choices)
+                if self.any_plan and self.best is not None:
+                    break
         except OutOfTime:
             return Outcome(self.best, 0.0, self.visited, ())
         ordered = tuple(node[3].pools for node in sorted(heap))
@@ -169,8 +171,10 @@ class BranchAndBound:
                 self._take(group, child)
         return better
 
-    def _bound(self, group: Group, nodes: Sequence[Choices]) -> list[tuple[float, Choices]]:
-        """The nodes that may be better than the best plan, with their bounds."""
+    def _bound(
+        self, group: Group, nodes: Sequence[Choices], most: float | None = None
+    ) -> list[tuple[float, Choices]]:
+        """The nodes whose bounds are below `most`, with them; by default those that may be the best plan."""
         rows, weights, kept = [], [], []
         for choices in nodes:
             reaches = self._reaches(choices)
@@ -181,7 +185,7 @@ class BranchAndBound:
         if not kept:
             return []
         bounds = group.scheduler.bounds(np.array(rows)) * np.array(weights)
-        most = self.value * (1 - ROUNDING)
+        most = self.value * (1 - ROUNDING) if most is None else most
         return [(bound, node) for bound, node in zip(bounds.tolist(), kept, strict=True) if bound < most]
 
     def _reaches(self, choices: Choices) -> list[Reach] | None:

@@ -123,7 +123,8 @@ class Range:
         fits = (self._needs <= np.array(room)).all(axis=1)
         indices = [self.start + int(i) for i in np.flatnonzero(fits)]
         if len(indices) <= _FEW:
-            return [pick for i in indices if (pick := self.pool.pick(i)) is not None]
+            singles = [self.pool.single(i, ask=self.stop - self.start == 1) for i in indices]
+            return [single for single in singles if single is not None]
         parts = self._parts(indices[0], indices[-1] + 1)
         return [self.pool.range(start, stop) for start, stop in parts]
 
@@ -191,9 +192,14 @@ class PoolChoices:
             self._ranges[start, stop] = Range(self, start, stop)
         return self._ranges[start, stop]
 
-    def pick(self, i: int) -> Pick | None:
-        """The i-th shape with all options that fit beside some of the others; None when none do."""
+    def single(self, i: int, *, ask: bool) -> Choice | None:
+        """The i-th shape with all options that fit beside some of the others; None when none do.
+
+        A range of this shape alone where that is not known yet, unless the costs shall be asked.
+        """
         if i not in self._picks:
+            if not ask and not all(self.problem.asked(role, self.shapes[i]) for role in self.roles):
+                return self.range(i, i + 1)
             self._picks[i] = self._pick(self.shapes[i])
         return self._picks[i]
 

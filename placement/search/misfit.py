@@ -124,7 +124,6 @@ def _any_plan(
         pins=problem.pins if pins is None else pins,
         seconds=dict(zip(problem.names, problem.fixed.tolist(), strict=True)),
     )
-    changed.survey(changed.space.shapes, timer)
     return BranchAndBound(changed, changed.space.shapes, allowed, timer, any_plan=True).run().best
 
 

@@ -21,6 +21,7 @@ from rolemesh.placement.search.space import Shape, Space
 Floats = NDArray[np.float64]
 
 
+NEVER_S = 1e30  # of an operation without an option that fits
 _MOST_KEPT = 1024  # device sets whose options are kept
 
 
@@ -156,35 +157,38 @@ class Problem:
             self._floors[key] = np.array([floors.get(name, 0.0) for name in self.own[role]])
         return self._floors[key]
 
-    def survey(self, shapes: Sequence[Shape], clock: Clock) -> None:
-        """Ask for the options of every role on the shapes, evenly spread ones first, while there is time."""
+    def survey(self, role: str, shapes: Sequence[Shape], clock: Clock) -> None:
+        """Ask for the options of `role` on the shapes, evenly spread ones first, while there is time."""
         self.clock = Clock(math.inf)  # looked at between two questions
         bits = max(1, len(shapes) - 1).bit_length()
-        spread = sorted(range(len(shapes)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
-        for i in spread:
-            for role in self.roles:
-                if clock.over:
-                    return
-                if self.allowed(role, shapes[i]):
-                    self.left(role, shapes[i])
+        for i in sorted(range(len(shapes)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2)):
+            if clock.over:
+                return
+            if self.allowed(role, shapes[i]):
+                self.left(role, shapes[i])
 
     def asked(self, role: str, shape: Shape) -> bool:
         """Whether the options of `role` there are known."""
         return (role, id(shape)) in self._lefts
 
+    def least(self, role: str, shape: Shape) -> Floats:
+        """Seconds of `role`'s operations there at least, as far as known; `NEVER` where no option fits."""
+        if not self.asked(role, shape):
+            return self.floor(role, shape)
+        left = self.left(role, shape)
+        return np.full(len(self.own[role]), NEVER_S) if left is None else left.least
+
     def exclude_above(self, objective_s: float) -> None:
-        """Let no role have a shape whose floors alone make every step as long as a known plan's."""
+        """Let no role have a shape on which it alone makes every step as long as a known plan's."""
         excluded: set[tuple[str, int]] = set()
         scheduler = Scheduler(self.graph, {}, staleness=self.staleness)
+        rows = {role: np.array([self.least(role, s) for s in self.space.shapes]) for role in self.roles}
         least = self.fixed.copy()
-        floors = {
-            role: np.array([self.floor(role, shape) for shape in self.space.shapes]) for role in self.roles
-        }
-        for role, rows in floors.items():
-            least[self.columns[role]] = rows.min(axis=0)
-        for role, rows in floors.items():
-            steps = np.tile(least, (len(rows), 1))
-            steps[:, self.columns[role]] = rows
+        for role in self.roles:
+            least[self.columns[role]] = rows[role].min(axis=0)
+        for role in self.roles:
+            steps = np.tile(least, (len(self.space.shapes), 1))
+            steps[:, self.columns[role]] = rows[role]
             bounds = scheduler.bounds(steps).tolist()
             excluded |= {
                 (role, id(shape))
@@ -192,6 +196,10 @@ class Problem:
                 if bound >= objective_s
             }
         self._excluded = excluded
+
+    def exclude_none(self) -> None:
+        """Forget what was excluded."""
+        self._excluded = set()
 
     def table(self, role: str, devices: DeviceSet) -> RoleTable | None:
         """The options worth looking at; None when none fits."""

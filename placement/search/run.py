@@ -21,7 +21,8 @@ from rolemesh.placement.search.why import why_it_loses
 _MANY_SHAPES = 64  # beyond these a coarse pass finds the first plan
 _COARSE_PART = 0.3  # of the time
 _COARSE_GAP = 0.01
-_SURVEY_PART = 0.7  # of the time that is left then, to ask the costs for all options
+_ASKING_PART = 0.7  # of the time for a pass, to ask the costs beforehand
+_LOOSE = 1.2  # times the floor, and a floor says little
 _COMPARED_GAP = 0.01  # how exactly the other strategies are searched
 _COMPARED_PART = 0.5  # of the time that is left, for each of them
 _RUNNERS_UP = 3
@@ -71,24 +72,47 @@ def search(
 
 
 def _solve(problem: Problem, allowed: Sequence[Grouping], clock: Clock, gap: float) -> Outcome:
-    """Branch and bound, after a coarse pass where there are many shapes."""
+    """Any plan first, to know which devices cannot give a better one; then branch and bound, on large
+    clusters over a coarse choice of shapes before all.
+    """
     shapes = problem.space.shapes
-    problem.exclude_above(math.inf)
-    if len(shapes) <= _MANY_SHAPES:
-        problem.survey(shapes, clock.part(_SURVEY_PART))
-        return BranchAndBound(problem, shapes, allowed, clock, gap=gap).run()
-    few = coarse(shapes, problem.space)
-    problem.survey(few, clock.part(_COARSE_PART))
-    first = BranchAndBound(problem, few, allowed, clock.part(_COARSE_PART), gap=max(gap, _COARSE_GAP)).run()
-    if first.best is None:  # any plan is better than none
-        first = BranchAndBound(problem, few, allowed, clock, any_plan=True).run()
-    if first.best is not None:
-        problem.exclude_above(first.best.objective_s)
-    problem.survey(shapes, clock.part(_SURVEY_PART))
-    second = BranchAndBound(problem, shapes, allowed, clock, known=first.best, gap=gap).run()
-    return Outcome(
-        second.best, second.bound, first.visited + second.visited, first.groupings or second.groupings
-    )
+    few = coarse(shapes, problem.space) if len(shapes) > _MANY_SHAPES else shapes
+    problem.exclude_none()
+    outcome = BranchAndBound(problem, few, allowed, clock, any_plan=True).run()
+    if outcome.best is None and few is shapes:
+        return outcome
+    visited = outcome.visited
+    if few is not shapes:
+        part = clock.part(_COARSE_PART)
+        _ask(problem, few, outcome.best, part.part(_ASKING_PART))
+        exactly = max(gap, _COARSE_GAP)
+        outcome = BranchAndBound(problem, few, allowed, part, known=outcome.best, gap=exactly).run()
+        visited += outcome.visited
+    _ask(problem, shapes, outcome.best, clock.part(_ASKING_PART))
+    outcome = BranchAndBound(problem, shapes, allowed, clock, known=outcome.best, gap=gap).run()
+    return Outcome(outcome.best, outcome.bound, visited + outcome.visited, outcome.groupings)
+
+
+def _ask(problem: Problem, shapes: Sequence[Shape], known: Assignment | None, clock: Clock) -> None:
+    """Ask for the options of the roles whose floors say little, those first that say least.
+
+    What is learned of one excludes devices for the next. Others are asked for where the search looks at them.
+    """
+
+    def loose_s(role: str) -> float:
+        if known is None:
+            return math.inf
+        on = known.pool_of(role).devices
+        shape = next(shape for shape in problem.space.shapes if shape.devices == on)
+        floor_s = float(problem.floor(role, shape).sum())
+        took_s = sum(known.seconds[name] for name in problem.own[role])
+        return took_s - floor_s if took_s > _LOOSE * floor_s else 0.0
+
+    for role in sorted(problem.roles, key=loose_s, reverse=True):
+        if known is not None:
+            problem.exclude_above(known.objective_s)
+        if loose_s(role) > 0:
+            problem.survey(role, shapes, clock)
 
 
 def coarse(shapes: Sequence[Shape], space: Space) -> list[Shape]:
