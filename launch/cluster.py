@@ -8,6 +8,8 @@ from pathlib import Path
 from rolemesh.placement.cluster import ClusterError, ClusterSpec, DeviceKind, NodeSpec
 from rolemesh.placement.memory.items import GIB
 
+_HEADER = ("nodes", "devices", "memory", "host", "CPUs", "in node", "to others", "to host", "more")
+
 
 def find_cluster(
     address: str = "", preset: str = "", slots: int = 0, kind: DeviceKind | None = None
@@ -39,7 +41,7 @@ def this_machine(slots: int = 0, kind: DeviceKind | None = None) -> tuple[Cluste
 
 def cluster_lines(cluster: ClusterSpec) -> list[str]:
     """A table for a person: equal neighbours on one line, figures from the nodes or their device type."""
-    rows = [("nodes", "devices", "memory", "host", "CPUs", "in node", "to others", "to host", "more")]
+    rows: list[tuple[str, ...]] = [_HEADER]
     rows += [_row(cluster, nodes) for nodes in _runs(cluster.nodes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     types = ", ".join(f"{count} x {kind or 'unknown'}" for kind, count in cluster.device_types.items())

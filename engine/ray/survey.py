@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -27,11 +28,9 @@ def survey(cluster: ClusterSpec, limit_s: float = LIMIT_S) -> tuple[ClusterSpec,
     nodes: list[NodeSpec] = []
     notes: list[str] = []
     for node in cluster.nodes:
-        task = asked.get(node.name)
-        try:
-            facts = _answer(task) if task in done else f"no answer within {limit_s:g} s"
-        except RayError as error:
-            facts = f"cannot look: {type(error).__name__}"
+        facts: MachineFacts | str = f"no answer within {limit_s:g} s"
+        if (task := asked.get(node.name)) in done:
+            facts = _answer(task)
         if isinstance(facts, str):
             notes.append(f"{node.name}: {facts}; its memory is taken from the device type")
             nodes.append(node)
@@ -45,12 +44,17 @@ def survey(cluster: ClusterSpec, limit_s: float = LIMIT_S) -> tuple[ClusterSpec,
     return replace(cluster, nodes=tuple(nodes)), notes
 
 
-def _ask(node_id: str) -> ray.ObjectRef:
+def _ask(node_id: str) -> Any:
+    """A task on that node and no other; it takes nothing of the node's resources."""
     place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(look)
+    task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
     return task.remote()
 
 
-def _answer(task: ray.ObjectRef | None) -> MachineFacts:
-    facts: MachineFacts = ray.get(task, timeout=1.0)
+def _answer(task: Any) -> MachineFacts | str:
+    """What a task that has ended found, or why it found nothing."""
+    try:
+        facts: MachineFacts = ray.get(task, timeout=1.0)
+    except RayError as error:
+        return f"cannot look: {type(error).__name__}"
     return facts
