@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
         if not (HERE / f"{module}.py").exists():
             print(f"{name}: no benchmark yet\n")
             continue
+        sys.argv = [f"{module}.py"]  # a section has no arguments of its own here
         importlib.import_module(module).main()
         print()
     return 0
