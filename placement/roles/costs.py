@@ -84,7 +84,7 @@ class PlannerCosts:
             if cost.option.offload:
                 weights = self._weights(name, devices, cost.option.layout)
                 seconds += offload_seconds(weights, self.links.of(devices))
-        return seconds
+        return seconds * machine.factor("transfer")
 
     def device_bytes(self, device_type: str) -> float:
         """Memory of one device that roles may fill."""

@@ -103,7 +103,7 @@ class RoleSeconds:
                 self.dims, layout, machine=self.machine, links=self.links, run=run
             )
         work = self._micro(layout, micro_batch, recompute, batch.updates[0][1])
-        return sum(
+        return self.machine.factor("train") * sum(
             times
             * training_total(
                 work,
@@ -119,7 +119,8 @@ class RoleSeconds:
     def infer(self, layout: Layout, micro_batch: int, batch: Batch) -> float:
         """A forward pass over the batch."""
         work = self._micro(layout, micro_batch, "none", batch.rows)
-        return inference_total(work, self.n_micro(batch.rows, micro_batch), layout.world, self.machine)
+        seconds = inference_total(work, self.n_micro(batch.rows, micro_batch), layout.world, self.machine)
+        return self.machine.factor("infer") * seconds
 
     def n_micro(self, rows: int, micro_batch: int) -> float:
         """Micro-batches that `rows` sequences of mean length fill; the last one may be filled in part."""
@@ -128,11 +129,12 @@ class RoleSeconds:
     def generate(self, layout: Layout, at_once: int, batch: Batch, response: Lengths | None = None) -> float:
         """All responses of a replica; `response`: other lengths than those expected."""
         lengths = response or self.plan.workload.response_lengths
+        factor = self.machine.factor("generate")
         if response is not None:
-            return self._generate(layout, at_once, batch.rows, lengths)
+            return factor * self._generate(layout, at_once, batch.rows, lengths)
         key = cut_of(layout), at_once, batch.rows
         if key not in self._decode:
-            self._decode[key] = self._generate(layout, at_once, batch.rows, lengths)
+            self._decode[key] = factor * self._generate(layout, at_once, batch.rows, lengths)
         return self._decode[key]
 
     def _generate(self, layout: Layout, at_once: int, rows: int, response: Lengths) -> float:
@@ -167,15 +169,16 @@ class RoleSeconds:
         """Seconds that no option is below: products at the rate of a large one, on all devices at once."""
         load, dims, world = self.plan.workload, self.dims, devices.world
         eff, dtype = self.machine.efficiency, self.request.dtype
+        sure = 0.99 * self.machine.factor(operation.kind)
         if operation.kind == "transfer" or not operation.state_reads:
             return 0.0
         if operation.kind == "generate":  # at least a turn of the engine for every token of the longest
             steps = load.response_lengths.longest(math.ceil(load.samples / world))
-            return 0.99 * steps * eff.serving if self.request.engine == "paged" else 0.0
+            return sure * steps * eff.serving if self.request.engine == "paged" else 0.0
         active = dims.dense_params() + dims.n_moe_layers * dims.top_k * dims.ffn_params(dims.expert_ffn)
         passes = 3 * load.epochs if operation.kind == "train" else 1
         rate = self.machine.peak(dtype) * eff.gemm(dtype) * world
-        return 0.99 * passes * 2.0 * active * load.tokens / rate
+        return sure * passes * 2.0 * active * load.tokens / rate
 
     def _micro(self, layout: Layout, micro_batch: int, recompute: Recompute, rows: int) -> Work:
         """One full one, or all rows; of the replicas only matters whether stages are on several nodes."""

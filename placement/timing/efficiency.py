@@ -106,6 +106,11 @@ class Machine:
     memory_bandwidth: float  # bytes/s
     units: int
     efficiency: Efficiency
+    factors: tuple[tuple[str, float], ...] = ()  # what runs told, by kind of operation: see `profile_file`
+
+    def factor(self, kind: str) -> float:
+        """What a kind of operation's predicted seconds are multiplied with."""
+        return dict(self.factors).get(kind, 1.0)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the data sheet; a dtype that the device lacks runs at the next wider one's rate."""
@@ -125,7 +130,8 @@ class Machine:
             peaks["float4"] = float(figures["float4"]) * 1e12
         units = int(figures.get("units", 1 if profile.device_kind == "cpu" else 108))
         chosen = constants or efficiency(profile.name).with_(**profile.constants)
-        return cls(profile.name, tuple(peaks.items()), profile.memory_bytes_per_s, units, chosen)
+        factors = tuple(profile.factors.items())
+        return cls(profile.name, tuple(peaks.items()), profile.memory_bytes_per_s, units, chosen, factors)
 
     @staticmethod
     def bytes_of(dtype: str) -> float:
