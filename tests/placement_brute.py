@@ -58,6 +58,17 @@ class RandomCosts:
 
 
 @dataclass(frozen=True)
+class FlooredCosts(RandomCosts):
+    """The same, and floors between half of the least seconds and all of them."""
+
+    def floor_s(self, role: str, devices: DeviceSet) -> dict[str, float]:
+        share = random.Random(f"{self.seed} floor {role} {devices}").choice([0.5, 0.9, 1.0])
+        options = self.options(role, devices)
+        names = [op.name for op in self.graph.operations if op.role == role and op.kind != "transfer"]
+        return {name: share * min((cost.seconds[name] for cost in options), default=0.0) for name in names}
+
+
+@dataclass(frozen=True)
 class Instance:
     graph: StepGraph
     roles: tuple[str, ...]
@@ -82,7 +93,7 @@ def random_instance(seed: int, most_rows: int, *, pinned: bool = False) -> Insta
         n_options = min(12, int((most_rows / max(1, places)) ** (1 / len(roles))))
     pins = random_pins(rng, roles) if pinned else ()
     memory = rng.choice([12.0, 20.0, 30.0, 45.0])
-    costs = RandomCosts(graph, seed, n_options, memory)
+    costs = (FlooredCosts if rng.random() < 0.5 else RandomCosts)(graph, seed, n_options, memory)
     return Instance(graph, roles, cluster, costs, pins, rng.choice([0, 0, 0, 1]))
 
 
