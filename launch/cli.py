@@ -136,6 +136,9 @@ def plan_of_recipe(
         str,
         typer.Option("--from", help="RECIPE is a configuration of verl or openrlhf: print it as a recipe."),
     ] = "",
+    limit_s: Annotated[
+        float, typer.Option("--limit-s", help="Strategy auto: stop searching after so many seconds.")
+    ] = 60.0,
     any_software: Annotated[
         bool, typer.Option("--any-software", help="Also plan what this version's workers cannot run.")
     ] = False,
@@ -148,7 +151,7 @@ def plan_of_recipe(
         print(text)
     else:
         plan, lines = plan_command.plan_recipe(
-            recipe_path, overrides or [], cluster=cluster, any_software=any_software
+            recipe_path, overrides or [], cluster=cluster, any_software=any_software, limit_s=limit_s
         )
         text = plan.to_yaml().rstrip()
         print("\n".join(lines))
@@ -203,6 +206,24 @@ def doctor(
     report = examine(address or None)
     print(report.json() if as_json else report.text())
     return EXIT_FAILED if report.broken else EXIT_OK
+
+
+@main.command("bench")
+def bench_strategies(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A benchmark's spec (YAML).")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write results.json, report.html and plans into this folder.")
+    ] = None,
+) -> int:
+    """Compare placement strategies on models, clusters and workloads: simulated, or really run."""
+    from rolemesh.launch.bench import REPORT, bench
+
+    result = bench(spec, overrides or [], out=out, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    print(result.text())
+    if out is not None:
+        print(f"report: {out / REPORT}")
+    return EXIT_FAILED if any(cell.state == "failed" for cell in result.cells) else EXIT_OK
 
 
 def describe_error(error: BaseException) -> str:

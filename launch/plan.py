@@ -28,11 +28,17 @@ PLANNING_ERRORS = (
 
 
 def plan_on(
-    recipe: Recipe, cluster: ClusterSpec, shapes: Mapping[str, ModelShape], *, runnable: bool = True
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    shapes: Mapping[str, ModelShape],
+    *,
+    runnable: bool = True,
+    limit_s: float = 60.0,
 ) -> PlacementPlan:
     """Pools, nodes and layouts of the recipe on `cluster`; `shapes` are the models of the roles.
 
-    `runnable` asks for what our workers can run, not only for what can be planned.
+    `runnable` asks for what our workers can run, not only for what can be planned; a search for the best
+    plan ends after `limit_s` with what it has, and how far that may be from the best.
     Raises RecipeError or one of PLANNING_ERRORS with the numbers.
     """
     placement = recipe.placement
@@ -41,7 +47,8 @@ def plan_on(
     if placement.strategy == "auto":
         from rolemesh.placement.auto import plan_auto
 
-        return plan_auto(request_of(recipe, cluster, shapes, runnable=runnable), pins=pins_of(recipe))
+        request = request_of(recipe, cluster, shapes, runnable=runnable)
+        return plan_auto(request, pins=pins_of(recipe), time_limit_s=limit_s)
     strategy = {name: _request(pool) for name, pool in placement.pools.items()} or str(placement.strategy)
     layouts = {role: getattr(recipe, role).layout.pins for role in recipe.roles}
     return make_plan(strategy, recipe.roles, cluster, layouts=layouts, shapes=shapes, runnable=runnable)

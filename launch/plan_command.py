@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rolemesh.launch.config import list_defaults, load_recipe
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on, read_plan_file
+from rolemesh.launch.request import request_of
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec
 from rolemesh.placement.importers import IMPORTERS, ForeignConfigError, import_config
@@ -19,24 +21,69 @@ from rolemesh.placement.plan_diff import diff_plans
 
 
 def plan_recipe(
-    path: Path, overrides: Sequence[str], *, cluster: str = "", any_software: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    cluster: str = "",
+    any_software: bool = False,
+    limit_s: float = 60.0,
 ) -> tuple[PlacementPlan, list[str]]:
     """The plan of a recipe and the lines that tell it.
 
     `cluster` is a cluster file or a preset such as `16 x h100x8`, in place of the recipe's own cluster.
-    `any_software` also considers what our workers do not run yet. Raises RecipeError.
+    `any_software` also considers what our workers do not run yet, `limit_s` ends the search of strategy auto.
+    Raises RecipeError.
     """
     recipe = load_recipe(path, overrides)
     shapes, notes = read_shapes(recipe)
-    runnable = not any_software and recipe.rollout.engine == "hf"
+    runnable = not any_software
     try:
         there = _cluster(recipe, cluster, shapes, runnable)
-        plan = plan_on(recipe, there, shapes, runnable=runnable)
+        plan = plan_on(recipe, there, shapes, runnable=runnable, limit_s=limit_s)
+        if unknown := _not_priced(recipe, there, plan, shapes):
+            notes.append(f"no prediction: {unknown}")
+        elif not plan.prediction:
+            plan = _priced(recipe, there, plan, shapes, runnable)
     except PLANNING_ERRORS as error:
-        raise RecipeError(f"placement: {error}") from error
+        hint = " (--any-software also plans what is not run yet)" if "not supported yet" in str(error) else ""
+        raise RecipeError(f"placement: {error}{hint}") from error
     notes += not_runnable(plan)
     lines = [*plan.summary(), totals_line({role: layout.world for role, layout in plan.layouts.items()})]
     return plan, [*lines, *(f"note: {note}" for note in notes), *list_defaults(recipe)]
+
+
+def _not_priced(
+    recipe: Recipe, cluster: ClusterSpec, plan: PlacementPlan, shapes: Mapping[str, ModelShape]
+) -> str:
+    """Why the models cannot price the plan; empty when they can, or have."""
+    if unknown := [role for role in recipe.roles if role != "rollout" and role not in shapes]:
+        return f"the model of {', '.join(unknown)} is not there"
+    kinds = {node.name: cluster.device_type(node) for node in cluster.usable}
+    for pool, entries in plan.nodes.items():
+        there = sorted({kinds[name] for name, _ in entries})
+        if there == [""]:
+            return "the device type is not known (cluster.device)"
+        if len(there) > 1:
+            return f"pool {pool} mixes {', '.join(there)}"
+        try:
+            cluster.profile(there[0])
+        except ClusterError as error:
+            return str(error)
+    return ""
+
+
+def _priced(
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    plan: PlacementPlan,
+    shapes: Mapping[str, ModelShape],
+    runnable: bool,
+) -> PlacementPlan:
+    """The plan with predictions for what a run of the recipe would do. Raises PlacementError if too big."""
+    from rolemesh.placement.auto import plan_strategy
+
+    priced = plan_strategy(request_of(recipe, cluster, shapes, runnable=runnable, defaults=True), plan)
+    return replace(priced, proof=None)  # best among plans with these pools and layouts says nothing
 
 
 def totals_line(demands: Mapping[str, int]) -> str:

@@ -48,29 +48,35 @@ def workload_of(recipe: Recipe) -> Workload:
 
 
 def request_of(
-    recipe: Recipe, cluster: ClusterSpec, shapes: Mapping[str, ModelShape], *, runnable: bool = True
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    shapes: Mapping[str, ModelShape],
+    *,
+    runnable: bool = True,
+    defaults: bool = False,
 ) -> PlanRequest:
     """What the planner is asked; what the recipe leaves to its default is left to the planner.
 
+    With `defaults` the recipe's defaults count too: what is planned is just what a run would do.
     Raises RecipeError for a role whose model is not known.
     """
     if missing := [role for role in recipe.roles if role != "rollout" and role not in shapes]:
         raise RecipeError(f"the planner needs the config.json of every model: {', '.join(missing)} has none")
     return PlanRequest(
         graph_of(recipe),
-        {role: _role(recipe, role, shapes) for role in recipe.roles},
+        {role: _role(recipe, role, shapes, defaults) for role in recipe.roles},
         workload_of(recipe),
         cluster,
         runnable=runnable,
     )
 
 
-def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape]) -> RoleRequest:
+def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults: bool) -> RoleRequest:
     section = getattr(recipe, role)
 
     def given(name: str, *also: str) -> Any:
         """The section's value where the recipe says it, here or by one of the keys in `also`."""
-        written = any(path in recipe.given for path in (f"{role}.{name}", *also))
+        written = defaults or any(path in recipe.given for path in (f"{role}.{name}", *also))
         return getattr(section, name, None) if written else None
 
     recompute = given("recompute")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rolemesh.launch.config import load_recipe, parse_recipe
 from rolemesh.launch.plan import as_planned, not_runnable, plan_on, read_plan_file
 from rolemesh.placement.cluster import ClusterSpec, NodeSpec
 from rolemesh.placement.plan import PlacementPlan
+from rolemesh.placement.plan_values import Prediction
 from rolemesh.placement.pools import PlacementError
 from tests.tiny import tiny_checkpoint
 
@@ -79,18 +81,24 @@ def test_plan_prints_pools_layouts_totals_and_defaults(large: Path):
     lines = said.splitlines()
     assert lines[0] == "standalone: 5 pools, 40 devices"
     assert "pool rollout: 8 devices of type h100-80 (node-1: 8)" in lines
-    assert "  rollout: tp=2 dp=4" in lines
+    assert any(line.startswith("  rollout: tp=2 dp=4; micro-batch") for line in lines)
+    assert any(line.startswith("step: ") for line in lines)
+    assert "proof" not in said  # of a placement that nobody searched for
     totals = "each role on its own: 40, actor+ref, critic+reward: 24, split: 16, colocate: 8"
     assert f"devices for roles of these sizes: {totals}" in lines
     assert any(line.startswith("default: batch: prompts = 256") for line in lines)
 
 
 def test_a_plan_for_another_cluster_from_a_preset_or_a_file(large: Path, tmp_path: Path):
-    code, said = rolemesh("plan", large, "placement=colocate", "--cluster", "2 x a100-80x8")
-    assert (code, said.splitlines()[1]) == (0, "pool all: 16 devices of type a100-80 (node-0: 8, node-1: 8)")
+    code, said = rolemesh("plan", large, "placement=colocate", "--cluster", "2 x h200x8")
+    assert (code, said.splitlines()[1]) == (0, "pool all: 16 devices of type h200-141 (node-0: 8, node-1: 8)")
     (tmp_path / "cluster.yaml").write_text("nodes: [{name: big, device: h200, devices: 8}]")
     code, said = rolemesh("plan", large, "placement=colocate", "--cluster", tmp_path / "cluster.yaml")
     assert (code, said.splitlines()[1]) == (0, "pool all: 8 devices of type h200-141 (big: 8)")
+    code, said = rolemesh("plan", large, "placement=colocate", "--cluster", "1 x a100-40x8")
+    assert code == 2
+    assert "nothing fits" in said
+    assert "GiB" in said
     code, said = rolemesh("plan", large, "--cluster", "nonsense")
     assert code == 2
     assert "--cluster nonsense: neither a file nor a preset" in said
@@ -103,6 +111,16 @@ def test_a_model_that_is_not_there_is_a_note_and_a_cut_that_it_cannot_take_an_er
     code, said = rolemesh("plan", large, "cluster.per_node=12", "actor.layout.tp=12", "critic.layout.tp=4")
     assert code == 2
     assert "placement: role 'actor' on pool 'actor': tp=12 does not divide the 32 attention heads" in said
+
+
+def test_what_workers_do_not_run_yet_is_planned_when_asked_for(large: Path):
+    shorter = ["placement=colocate", "cluster.nodes=2", "actor.layout.pp=2", "actor.layout.vpp=4"]
+    code, said = rolemesh("plan", large, *shorter)
+    assert code == 2
+    assert "vpp=4 is not supported yet: use vpp=1 (--any-software also plans what is not run yet)" in said
+    code, said = rolemesh("plan", large, *shorter, "--any-software")
+    assert code == 0, said
+    assert any(line.startswith("  actor: tp=8 pp=2 vpp=4") for line in said.splitlines())
 
 
 def test_a_request_that_does_not_fit_says_what_there_is(large: Path):
@@ -119,13 +137,32 @@ def test_a_written_plan_is_read_again_and_compared(large: Path, tmp_path: Path):
     assert rolemesh("plan", "diff", one, one) == (0, "no difference\n")
     code, said = rolemesh("plan", "diff", one, two)
     assert code == 1
-    assert said.splitlines()[1].split() == ["layout", "actor", "tp=8", "tp=4", "dp=2"]
+    assert ["layout", "actor", "tp=8", "tp=4", "dp=2"] in [line.split() for line in said.splitlines()]
+    assert any(line.startswith("update_actor, s") and line.endswith("%") for line in said.splitlines())
     code, said = rolemesh("plan", large, f"placement.plan={one}", "placement.strategy=null")
     assert (code, said.splitlines()[0]) == (0, "standalone: 5 pools, 40 devices")
     one.write_text(one.read_text().replace("layouts:", "layots:"))
     code, said = rolemesh("plan", "diff", one, two)
     assert code == 2
     assert "a.yaml: plan has no key 'layots'" in said
+
+
+def test_auto_plans_with_a_proof_and_keeps_to_pins(large: Path):
+    shorter = ["placement=auto", "cluster.nodes=1", "critic.layout.tp=null", "actor.layout.tp=null"]
+    code, said = rolemesh("plan", large, *shorter)
+    assert code == 0, said
+    assert "proof: there is no better plan" in said
+    assert "step: " in said
+    pins = "placement.pin.must=[actor+critic apart, critic tp=4]"
+    code, said = rolemesh("plan", large, *shorter, pins, "--limit-s", 5)
+    assert code == 0, said
+    assert any(line.startswith("  critic: tp=4") for line in said.splitlines())
+    pools = [line for line in said.splitlines() if line.startswith("pool ")]
+    assert len(pools) >= 2
+    code, said = rolemesh("plan", large, *shorter, "placement.pin.must=actor sideways")
+    assert (code, "nothing to pin is called 'sideways'" in said) == (2, True)
+    code, said = rolemesh("plan", large, *shorter, "placement.pin.must=[sideways]")
+    assert (code, "'sideways' is no pin: write" in said) == (2, True)
 
 
 def test_help_names_the_three_uses():
@@ -170,7 +207,9 @@ def plan_file(small: Path, tmp_path: Path, *edits: tuple[str, str]) -> Path:
     path = tmp_path / "plan.yaml"
     code, said = rolemesh("plan", small, "placement=split", "actor.layout.tp=2", "--out", path)
     assert code == 0, said
-    text = path.read_text()
+    plan = read_plan_file(path)
+    assert plan.prediction.step_s > 0
+    text = replace(plan, settings={}, order={}, prediction=Prediction()).to_yaml()
     for old, new in edits:
         assert old in text
         text = text.replace(old, new)
@@ -208,7 +247,7 @@ NO_REWARD = (("roles: [critic, reward]", "roles: [critic]"), ("  reward: {tp: 1,
     ("edits", "overrides", "problem"),
     [
         ((), ["actor.layout.tp=1"], "actor.layout.tp is 1, the plan .* says 2: leave it out"),
-        (NO_REWARD, [], "places actor, rollout, critic, ref; the recipe's roles are .*ref, reward"),
+        (NO_REWARD, [], "places actor, rollout, .*critic; the recipe's roles are .*, reward"),
         ((ORDERED,), [], "order and the step 'ppo' differ in"),
         ((("actor: {tp: 2,", "actor: {tp: 2, vpp: 9,"),), [], "'actor' of the plan .*vpp=9 is not supported"),
         ((OFFLOADED,), [], "the plan offloads actor, which is not in this version"),
