@@ -13,12 +13,11 @@ from rolemesh.placement.plan_values import Prediction, RoleSettings
 from rolemesh.placement.pools import PlacementError, PoolSpec, Where, fit_pools
 from rolemesh.placement.roles import PlannerCosts, PlanRequest
 from rolemesh.placement.search import Infeasible, Pin, PlannedPool, SearchResult, search
-from rolemesh.placement.search.given import search_given
+from rolemesh.placement.search.given import any_plan, search_given
 from rolemesh.placement.search.plans import Assignment, Proof
 from rolemesh.placement.strategies import cpus_per_process, named_pools
 
-_TRY_S = 5.0  # for each change that is tried where nothing fits
-_TRY_GAP = 0.1
+_TRY_S = 2.0  # for each change that is tried where nothing fits
 
 
 def search_plan(
@@ -52,11 +51,7 @@ def plan_auto(
     if isinstance(found, SearchResult):
         return plan_of(request, found.best, "auto", found.proof, pins=pins)
 
-    def solve(changed: PlanRequest) -> Assignment | None:
-        other = search_plan(changed, pins=pins, time_limit_s=_TRY_S, gap=_TRY_GAP, compare=False)
-        return other.best if isinstance(other, SearchResult) else None
-
-    raise PlacementError("\n".join(explain_infeasible(request, found, solve)))
+    raise _infeasible(request, found, pins)
 
 
 def plan_strategy(
@@ -81,21 +76,7 @@ def plan_strategy(
         request = as_planned(request, placed)
         name, specs, nodes = strategy.strategy, placed.pools, placed.nodes
     pools = [_planned(spec, nodes[spec.name], request.cluster) for spec in specs]
-    found = _on_pools(request, pools, pins, time_limit_s)
-    if isinstance(found, SearchResult):
-        return plan_of(request, found.best, name, found.proof, pools=specs)
-
-    def solve(changed: PlanRequest) -> Assignment | None:
-        other = _on_pools(changed, pools, pins, _TRY_S)
-        return other.best if isinstance(other, SearchResult) else None
-
-    raise PlacementError("\n".join(explain_infeasible(request, found, solve)))
-
-
-def _on_pools(
-    request: PlanRequest, pools: Sequence[PlannedPool], pins: Sequence[Pin], time_limit_s: float
-) -> SearchResult | Infeasible:
-    return search_given(
+    found = search_given(
         request.graph,
         pools,
         request.cluster,
@@ -105,6 +86,28 @@ def _on_pools(
         staleness=request.staleness,
         time_limit_s=time_limit_s,
     )
+    if isinstance(found, SearchResult):
+        return plan_of(request, found.best, name, found.proof, pools=specs)
+
+    raise _infeasible(request, found, pins, pools)
+
+
+def _infeasible(
+    request: PlanRequest, found: Infeasible, pins: Sequence[Pin], pools: Sequence[PlannedPool] | None = None
+) -> PlacementError:
+    def solve(changed: PlanRequest) -> Assignment | None:
+        return any_plan(
+            changed.graph,
+            list(changed.roles),
+            changed.cluster,
+            costs_of(changed, pins),
+            pools=pools,
+            pins=pins,
+            seconds=changed.seconds,
+            time_limit_s=_TRY_S,
+        )
+
+    return PlacementError("\n".join(explain_infeasible(request, found, solve)))
 
 
 def costs_of(request: PlanRequest, pins: Sequence[Pin] = ()) -> PlannerCosts:

@@ -67,6 +67,7 @@ class Sampler:
         self.request = as_planned(request, placed)
         self.costs = PlannerCosts(self.request)
         self.devices = {role: _devices(placed, role, request) for role in plan.roles}
+        self.pools = {role: placed.pool_of(role).name for role in plan.roles}
         self.chosen = {role: self._option(role) for role in plan.roles}
         self._drawn: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._seconds: dict[tuple[str, int, int], float] = {}
@@ -114,7 +115,7 @@ class Sampler:
         source = next(role for role in sorted(operation.roles) if role != operation.role)
         one, other = self.chosen[source], self.chosen[operation.role]
         here, there = self.devices[source], self.devices[operation.role]
-        together = here is there
+        together = self.pools[source] == self.pools[operation.role]
         return self.costs.transfer_s(name, one, here, other, there, together=together)
 
 

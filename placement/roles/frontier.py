@@ -89,11 +89,12 @@ class Frontier:
         for micro_batch in choices.micro_batches(self.plan, self.request, rows):
             n_micro = math.ceil(self.prices.n_micro(rows, micro_batch))
             before = len(self.fitting)
-            scoring = self.memory.inference(layout, micro_batch)
+            filled = min(micro_batch, rows)
+            scoring = self.memory.inference(layout, filled)
             for recompute in choices.recomputes(self.plan, self.role):
                 passes = {name: scoring for name, kind in kinds.items() if kind == "infer"}
                 if trains:
-                    update = self.memory.training(layout, micro_batch, n_micro, recompute)
+                    update = self.memory.training(layout, filled, n_micro, recompute)
                     passes |= {name: update for name, kind in kinds.items() if kind == "train"}
 
                 def price(name: str, b: int = micro_batch, again: Recompute = recompute) -> float:
@@ -173,26 +174,23 @@ class Frontier:
         names = [op.name for op in self.operations]
         working = dict(zip(names, one.working, strict=True))
         working |= dict.fromkeys(self.moves, self.memory.transfer + one.moving)
-        seconds = {name: one.price(name) if one.fits else 0.0 for name in names}  # it is never asked then
+        seconds = {name: one.price(name) for name in names}
         return RoleCost(one.option, seconds, one.resident, working, one.host, Later(lambda: self._items(one)))
 
     def _items(self, one: _Candidate) -> dict[str, float]:
         """Bytes of the fullest moment, item by item."""
-        slack = self.memory.slack
-        stages = range(len(one.held.states))
-        found = [
-            (one.held.states[i] + running.working[i], i, running.items[i])
-            for running in one.passes.values()
-            for i in stages
-        ]
-        _, stage, working = max(found, key=lambda entry: entry[0])
-        items = dict(one.held.items[stage]) | dict(working)
-        step = one.held.step[stage] / slack
-        if step > sum(working.values()) and self.memory.trains:
-            items = dict(one.held.items[stage]) | {"optimizer step": step}
-            working = {"optimizer step": step}
+        slack, kinds = self.memory.slack, {op.name: op.kind for op in self.operations}
+        fullest, stage, working = -1.0, 0, dict[str, float]()
+        for name, running in one.passes.items():
+            for i, states in enumerate(one.held.states):
+                step = one.held.step[i] / slack if kinds[name] == "train" else 0.0
+                stepping = step * slack > running.working[i]
+                size = states + (step * slack if stepping else running.working[i])
+                if size > fullest:
+                    fullest, stage = size, i
+                    working = {"optimizer step": step} if stepping else dict(running.items[i])
+        items = {**one.held.items[stage], **working, "communicators": one.held.fixed}
         items["allocator slack"] = (slack - 1) * sum(working.values())
-        items["communicators"] = one.held.fixed
         return {name: size for name, size in items.items() if size}
 
 

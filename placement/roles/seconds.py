@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from rolemesh.placement.costs import DeviceSet, Recompute
 from rolemesh.placement.graph import Operation
 from rolemesh.placement.layout import Layout
@@ -74,6 +77,38 @@ class Batch:
         updates = [(load.epochs * whole, math.ceil(load.mini_batch / dp))]
         updates += [(load.epochs, math.ceil(rest / dp))] if rest else []
         return cls(math.ceil(load.samples / dp), tuple(updates))
+
+
+@dataclass(frozen=True)
+class _With(Lengths):
+    """The lengths of a replica that has the longest sequence of all."""
+
+    others: Lengths
+    last: float
+
+    @property
+    def maximum(self) -> float:
+        return self.others.maximum
+
+    @property
+    def mean(self) -> float:
+        return self.others.mean
+
+    @property
+    def mean_square(self) -> float:
+        return self.others.mean_square
+
+    def quantile(self, share: float) -> float:
+        return self.others.quantile(share)
+
+    def active(self, tokens: ArrayLike) -> NDArray[np.float64]:
+        return self.others.active(tokens)
+
+    def longest(self, n: int) -> float:
+        return self.last
+
+    def sample(self, n: int, seed: int | np.random.Generator) -> NDArray[np.int64]:
+        return self.others.sample(n, seed)
 
 
 class RoleSeconds:
@@ -153,12 +188,15 @@ class RoleSeconds:
             ).total
 
         dtype = self.request.dtype
+        last = response.longest(self.plan.workload.samples)  # the step waits for the replica that has it
         if self.request.engine == "paged":
-            return decode(rows, response, Engine(dtype, dtype))
+            return decode(rows, _With(response, last), Engine(dtype, dtype))
         # A batch keeps its rows until the last one ends, and each batch waits for the one before.
-        whole, rest = divmod(rows, at_once)
         engine = Engine(dtype, dtype, eager=True, python=False)
-        seconds = whole * decode(at_once, Fixed(response.longest(at_once)), engine)
+        seconds = decode(min(rows, at_once), Fixed(last), engine)
+        whole, rest = divmod(max(0, rows - at_once), at_once)
+        if whole:
+            seconds += whole * decode(at_once, Fixed(response.longest(at_once)), engine)
         return seconds + (decode(rest, Fixed(response.longest(rest)), engine) if rest else 0.0)
 
     def bookkeeping(self, layout: Layout) -> float:

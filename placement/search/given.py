@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.costs import Costs, RoleCost
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.search.branch import BranchAndBound
 from rolemesh.placement.search.clock import Clock
+from rolemesh.placement.search.grouping import allowed_groupings
 from rolemesh.placement.search.misfit import _over as overrun
 from rolemesh.placement.search.pins import Pin
-from rolemesh.placement.search.plans import Infeasible, Overrun, PlannedPool, Proof, SearchResult
+from rolemesh.placement.search.plans import Assignment, Infeasible, Overrun, PlannedPool, Proof, SearchResult
 from rolemesh.placement.search.problem import Problem
 from rolemesh.placement.search.space import Shape
 
 
 class _Given(Problem):
     """A problem in which every role has its one shape; pools take no devices from each other."""
+
+    _mine: Mapping[str, Shape] = MappingProxyType({})
 
     def give(self, pools: Sequence[PlannedPool]) -> list[Shape]:
         """Shapes of the pools; from now on roles are allowed no others."""
@@ -29,7 +33,7 @@ class _Given(Problem):
         return shapes
 
     def allowed(self, role: str, shape: Shape) -> bool:
-        return shape is self._mine[role]
+        return shape is self._mine[role] if self._mine else super().allowed(role, shape)
 
 
 def search_given(
@@ -62,6 +66,25 @@ def search_given(
     )
     gap = max(0.0, 1 - outcome.bound / best.objective_s) if best.objective_s else 0.0
     return SearchResult(best, Proof(outcome.bound, gap, outcome.visited, clock.passed_s, "other pools"))
+
+
+def any_plan(
+    graph: StepGraph,
+    roles: Sequence[str],
+    cluster: ClusterSpec,
+    costs: Costs,
+    *,
+    pools: Sequence[PlannedPool] | None = None,
+    pins: Sequence[Pin] = (),
+    seconds: Mapping[str, float] | None = None,
+    time_limit_s: float = 5.0,
+) -> Assignment | None:
+    """The first plan found, on the given pools or on any; None when there is none or time ran out."""
+    clock = Clock(time_limit_s)
+    problem = _Given(graph, roles, cluster, costs, pins=pins, seconds=seconds)
+    shapes = problem.space.shapes if pools is None else problem.give(pools)
+    allowed = allowed_groupings(roles, pins) if pools is None else [tuple(pool.roles for pool in pools)]
+    return BranchAndBound(problem, shapes, allowed, clock, any_plan=True).run().best
 
 
 def _least_over(problem: Problem, pool: PlannedPool) -> Overrun:
