@@ -113,7 +113,7 @@ class Change:
 
     def __str__(self) -> str:
         parts = [f"without {pin}" for pin in self.dropped]
-        parts += [f"with {count} more nodes of {kind}" for kind, count in self.added]
+        parts += [f"with {n} more node{'s' * (n > 1)} of {kind}" for kind, n in self.added]
         if self.plan is not None and self.dropped:
             roles = {role for pin in self.dropped for role in pin.roles}
             parts += [f"{role} with {_say(self.plan.costs[role])}" for role in sorted(roles)]

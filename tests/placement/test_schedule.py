@@ -168,10 +168,10 @@ def test_a_typical_step_is_scheduled_in_well_under_a_millisecond():
     taken = []
     for partition in partitions(ROLES):
         scheduler = Scheduler(PPO, pools_of(partition))
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(5):
             scheduler.best(SECONDS)
-        taken.append((time.perf_counter() - start) / 5)
+        taken.append((time.process_time() - start) / 5)
     assert sorted(taken)[len(taken) // 2] < 2e-3  # 0.2 ms on an idle core
 
 
