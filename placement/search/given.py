@@ -56,6 +56,7 @@ def search_given(
     allowed = [tuple(pool.roles for pool in pools)]
     outcome = BranchAndBound(problem, shapes, allowed, clock).run()
     if outcome.best is None:
+        problem.clock = Clock(math.inf)  # options are asked once more to say what is over
         overrun = max((_least_over(problem, pool) for pool in pools), key=lambda over: over.over)
         return Infeasible(overrun, None, not clock.over, outcome.visited, clock.passed_s)
     best = replace(

@@ -45,7 +45,8 @@ def test_a_recipe_with_placement_auto_trains_as_its_plan_says(tmp_path):
     folder = tmp_path / "runs/auto"
     plan = PlacementPlan.from_yaml((folder / "plan.yaml").read_text())
     assert plan.strategy == "auto"
-    assert plan.proof is not None and plan.proof.optimal
+    assert plan.proof is not None
+    assert plan.proof.optimal
     assert plan.n_devices <= 2
     assert set(plan.roles) == {"actor", "rollout", "critic", "ref", "reward"}
     operations = set(plan.prediction.operations_s)

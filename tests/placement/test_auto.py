@@ -28,7 +28,7 @@ from rolemesh.placement.search import Pin
 
 
 def demands(plan, request, pool):
-    """What the roles of a pool need, from the memory model alone, at micro-batches of the longest sequences."""
+    """What a pool's roles need, by the memory model alone, at micro-batches of the longest sequences."""
     longest, found = round(request.workload.longest_tokens), {}
     for role in pool.roles:
         mine, layout, settings = request.roles[role], plan.layout_of(role), plan.settings_of(role)
