@@ -28,7 +28,10 @@ p, figure { margin: 8px 0; } figcaption, .note { color: #566373; font-size: 13px
 table { border-collapse: collapse; font-size: 14px; width: 100%; }
 th, td { padding: 5px 10px; border-bottom: 1px solid #dde3ea; text-align: left; vertical-align: top; }
 th { border-bottom: 2px solid #aab5c1; } .n { text-align: right; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; } td.best { font-weight: 600; background: #e8f3ea; } td.none { color: #8793a0; }
+details { border: 1px solid #dde3ea; border-radius: 6px; margin: 10px 0; padding: 0 14px; }
+details[open] { padding-bottom: 10px; } summary { cursor: pointer; padding: 9px 0; font-weight: 600; }
+summary span { font-weight: 400; color: #566373; } h3 { font-size: 15px; margin: 20px 0 4px; }
 svg { width: 100%; height: auto; display: block; }
 svg text { font: 11px system-ui, sans-serif; fill: #1d2733; }
 svg .grid { stroke: #e3e8ee; } svg .axis { stroke: #8793a0; }
@@ -75,6 +78,23 @@ def section(heading: str, *parts: str) -> Markup:
     return Markup(f"<section><h2>{_text(heading)}</h2>{''.join(_text(part) for part in parts)}</section>")
 
 
+def subsection(heading: str, *parts: str) -> Markup:
+    """The same, below a section."""
+    return Markup(f"<section><h3>{_text(heading)}</h3>{''.join(_text(part) for part in parts)}</section>")
+
+
+def disclosure(heading: str, *parts: str, more: str = "", opened: bool = False) -> Markup:
+    """Parts that a click on their heading shows; `more` stands beside it."""
+    head = _text(heading) + (f" <span>{_text(more)}</span>" if more else "")
+    inside = "".join(_text(part) for part in parts)
+    return Markup(f"<details{' open' * opened}><summary>{head}</summary>{inside}</details>")
+
+
+def note(text: str) -> Markup:
+    """A paragraph in small type."""
+    return Markup(f'<p class="note">{_text(text)}</p>')
+
+
 def paragraph(text: str) -> Markup:
     """One paragraph of text."""
     return Markup(f"<p>{_text(text)}</p>")
@@ -105,6 +125,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
     )
 
 
+def matrix(header: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]]) -> Markup:
+    """A table of (text, class) cells: class `best` marks one, `none` takes one back, `n` is a number."""
+    head = "".join(f"<th>{_text(name)}</th>" for name in header)
+    body = "".join(
+        "<tr>" + "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in row) + "</tr>"
+        for row in rows
+    )
+    return Markup(
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
 def colours(names: Iterable[str]) -> dict[str, str]:
     """A colour for each name, by order of first appearance; they repeat after ten."""
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(dict.fromkeys(names))}
@@ -126,20 +158,21 @@ def gantt(
     unit: str = "s",
     end: float | None = None,
     chosen: Mapping[str, str] | None = None,
+    left: float | None = None,
 ) -> Markup:
     """Bars over time from 0, a row for each lane in the order given (or of appearance).
 
-    Two charts with the same `end` and colours can be compared.
+    Two charts with the same `end`, colours and `left` (room for the lanes' names) can be compared.
     """
     lanes = list(lanes if lanes is not None else dict.fromkeys(bar.lane for bar in bars))
     chosen = chosen or colours(bar.label for bar in bars)
     end = end or max((bar.end for bar in bars), default=0.0) or 1.0
-    left, row = _margin(lanes), 26.0
+    left, row = left or _margin(lanes), 26.0
     bottom = row * len(lanes) + 6
     scale = (WIDTH - left - _RIGHT) / end
     parts = _x_axis(left, 0, bottom, end, scale, unit)
     for i, lane in enumerate(lanes):
-        parts.append(_svg_text(left - 8, i * row + 19, _short(lane), "end"))
+        parts.append(_svg_text(left - 8, i * row + 19, _fitting(lane, left), "end"))
     for bar in bars:
         x, width = left + bar.start * scale, max((bar.end - bar.start) * scale, 0.8)
         y = lanes.index(bar.lane) * row + 4
@@ -160,6 +193,7 @@ def bar_chart(
     stacked: bool = False,
     limits: Mapping[str, float] | None = None,
     chosen: Mapping[str, str] | None = None,
+    left: float | None = None,
 ) -> Markup:
     """Horizontal bars: `rows` is label to (series to value), side by side or stacked on one another.
 
@@ -169,14 +203,14 @@ def bar_chart(
     chosen = chosen or colours(name for values in rows.values() for name in values)
     totals = [sum(v.values()) if stacked else max(v.values(), default=0.0) for v in rows.values()]
     end = 1.12 * max([*totals, *limits.values()], default=0.0) or 1.0
-    left = _margin(rows)
+    left = left or _margin(rows)
     scale = (WIDTH - left - _RIGHT) / end
     thick = 20.0 if stacked else 14.0
     heights = [8 + thick * (1 if stacked else max(1, len(values))) for values in rows.values()]
     parts = _x_axis(left, 0, sum(heights) + 4, end, scale, unit)
     top = 0.0
     for (label, values), height in zip(rows.items(), heights, strict=True):
-        parts.append(_svg_text(left - 8, top + height / 2 + 5, _short(label), "end"))
+        parts.append(_svg_text(left - 8, top + height / 2 + 5, _fitting(label, left), "end"))
         x, y = left, top + 4
         for name, value in values.items():
             width = value * scale
@@ -229,9 +263,12 @@ def line_chart(
         at = y_axis.at(y)
         parts += [_line(62, at, WIDTH - _RIGHT, at, "grid"), _svg_text(56, at + 4, f"{y:g}", "end")]
     parts += [_svg_text(WIDTH - _RIGHT, 334, x_label, "end"), _svg_text(8, 14, y_label)]
-    for name, points in drawn.items():
+    for i, (name, points) in enumerate(drawn.items()):
+        wide = 2 + 1.6 * (len(drawn) - 1 - i)  # equal lines show below one another
         path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{chosen[name]}" stroke-width="2"/>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{chosen[name]}" stroke-width="{wide:.1f}"/>'
+        )
         parts += [
             f"<g><title>{_text(f'{name}: {x:g} {x_label}, {y:.4g} {y_label}')}</title>"
             f'<circle cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="3.5" fill="{chosen[name]}"/></g>'
@@ -241,7 +278,11 @@ def line_chart(
 
 
 def placement_map(
-    nodes: Mapping[str, Sequence[str]], *, chosen: Mapping[str, str] | None = None, idle: str = ""
+    nodes: Mapping[str, Sequence[str]],
+    *,
+    chosen: Mapping[str, str] | None = None,
+    idle: str = "",
+    left: float | None = None,
 ) -> Markup:
     """Devices as squares, a row per node: `nodes` is the node's name to what each device holds.
 
@@ -256,11 +297,11 @@ def placement_map(
         else:
             rows.append(([name], devices))
     labels = [n[0] if len(n) == 1 else f"{n[0]} ... {n[-1]} ({len(n)})" for n, _ in rows]
-    left, size = _margin(labels), 26.0
+    left, size = left or _margin(labels), 26.0
     fits = max(1, int((WIDTH - left - _RIGHT) // size))
     parts, top = [], 0.0
     for label, (_, devices) in zip(labels, rows, strict=True):
-        parts.append(_svg_text(left - 8, top + 19, _short(label), "end"))
+        parts.append(_svg_text(left - 8, top + 19, _fitting(label, left), "end"))
         for i, held in enumerate(devices):
             x, y = left + (i % fits) * size, top + 2 + (i // fits) * size
             fill = "#fff" if held == idle else chosen.get(held, PALETTE[-1])
@@ -324,6 +365,11 @@ def _margin(labels: Iterable[str]) -> float:
 
 def _short(label: str, longest: int = 34) -> str:
     return label if len(label) <= longest else label[: longest - 3] + "..."
+
+
+def _fitting(label: str, left: float) -> str:
+    """The label, cut to the room on the left."""
+    return _short(label, int((left - 10) / _CHAR))
 
 
 def _inside(label: str, x: float, y: float, width: float, colour: str) -> str:
