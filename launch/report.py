@@ -208,12 +208,16 @@ def read_report(folder: str | Path) -> RunReport:
 
 
 def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    """Spans of each step, in order."""
-    steps: dict[int, list[Span]] = {}
-    for span in spans:
-        if (step := span.args.get("step")) is not None:
-            steps.setdefault(int(step), []).append(span)
-    return dict(sorted(steps.items()))
+    """Spans of each training step, in order.
+
+    Validation comes before the first step, as step 0, or after a step, under its number: what a rank does a
+    second time in a step is left out.
+    """
+    steps: dict[int, dict[tuple[str, str, str, int], Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if step := int(span.args.get("step", 0)):
+            steps.setdefault(step, {}).setdefault((span.name, span.role, span.pool, span.rank), span)
+    return {step: list(first.values()) for step, first in sorted(steps.items())}
 
 
 def _length(step: Sequence[Span]) -> float:

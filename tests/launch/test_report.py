@@ -12,6 +12,7 @@ from rolemesh.launch.report import ReportError, read_report
 from rolemesh.launch.report_html import report_page
 from rolemesh.placement.hardware import HardwareError, load_profile
 from rolemesh.placement.profile_file import fed, profile_text, read_profile_data
+from rolemesh.placement.timeline import Span, Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -64,6 +65,18 @@ def test_the_text_has_a_line_for_everything(report):
         r"actor_side +1\.50 GiB +2\.00 GiB +1\.40 GiB",
     ):
         assert re.search(wanted, text), f"{wanted}\n{text}"
+
+
+def test_validation_before_the_first_step_and_after_a_later_one_is_left_out(tmp_path, report):
+    folder = split_run(tmp_path / "validated")
+    timeline = Timeline.load(folder / "timeline.json")
+    for step, at in ((0, 900.0), (2, 1041.0)):
+        timeline.add(Span("generate", "rollout", "actor_side", 0, at, at + 3.0, {"step": step}))
+    timeline.save(folder / "timeline.json")
+    validated = read_report(folder)
+    assert validated.steps == 4
+    assert validated.step_s.median == pytest.approx(report.step_s.median, rel=1e-4)
+    assert validated.operations[0].measured_s.high == pytest.approx(5.05, rel=1e-4)
 
 
 def test_a_run_without_predictions_is_only_measured(tmp_path):
