@@ -10,12 +10,14 @@ from multiprocessing.connection import Connection
 
 from rolemesh.launch.bench_result import Bar, CellResult, State
 from rolemesh.launch.bench_spec import Case, Limits
-from rolemesh.launch.plan import PLANNING_ERRORS, plan_on
+from rolemesh.launch.plan import PLANNING_ERRORS, plan_on, requested_pools
 from rolemesh.launch.request import pins_of, request_of
 from rolemesh.placement.auto import plan_auto, plan_strategy
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.plan import PlacementPlan
+from rolemesh.placement.pools import PoolSpec
 from rolemesh.placement.simulator import SimulatedPool, Simulation, simulate
+from rolemesh.placement.strategies import explicit_pools
 from rolemesh.placement.timeline import Span
 
 _STARTING_S = 30.0  # until the process that plans has read its case
@@ -79,9 +81,11 @@ def simulate_cell(case: Case, strategy: str, limits: Limits) -> CellResult:
     if recipe.placement.strategy == "auto":
         plan = plan_auto(request, pins=pins, time_limit_s=limits.cell_s, gap=limits.gap)
     else:
-        given: str | PlacementPlan = str(recipe.placement.strategy)
-        if recipe.placement.pools or recipe.placement.plan:
+        given: str | PlacementPlan | Sequence[PoolSpec] = str(recipe.placement.strategy)
+        if recipe.placement.plan:
             given = plan_on(recipe, case.spec, case.shapes, runnable=runnable)
+        elif pools := requested_pools(recipe):
+            given = explicit_pools(pools, recipe.roles, case.spec)
         plan = plan_strategy(request, given, pins=pins, time_limit_s=limits.cell_s)
     played = play(plan, request.graph)
     step_s = plan.prediction.step_s if plan.prediction.step_s is not None else played.total_s

@@ -49,7 +49,7 @@ def plan_on(
 
         request = request_of(recipe, cluster, shapes, runnable=runnable)
         return plan_auto(request, pins=pins_of(recipe), time_limit_s=limit_s)
-    strategy = {name: _request(pool) for name, pool in placement.pools.items()} or str(placement.strategy)
+    strategy = requested_pools(recipe) or str(placement.strategy)
     layouts = {role: getattr(recipe, role).layout.pins for role in recipe.roles}
     return make_plan(strategy, recipe.roles, cluster, layouts=layouts, shapes=shapes, runnable=runnable)
 
@@ -159,6 +159,11 @@ def _pinned_world(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape]) -
     if role in shapes:
         layout.check(shapes[role])
     return layout.world
+
+
+def requested_pools(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The recipe's pools in the words of `make_plan`; empty where a strategy makes them."""
+    return {name: _request(pool) for name, pool in recipe.placement.pools.items()}
 
 
 def _request(pool: Pool) -> dict[str, Any]:

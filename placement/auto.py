@@ -56,25 +56,28 @@ def plan_auto(
 
 def plan_strategy(
     request: PlanRequest,
-    strategy: str | PlacementPlan,
+    strategy: str | PlacementPlan | Sequence[PoolSpec],
     *,
     pins: Sequence[Pin] = (),
     time_limit_s: float = 60.0,
 ) -> PlacementPlan:
-    """The best options and order under a strategy by name (`colocate`, `split`, ..., or `auto`), or the price
-    of a plan: its layouts and settings are kept, what it leaves open is chosen.
+    """The best options and order under a strategy by name (`colocate`, `split`, ..., or `auto`) or on given
+    pools, or the price of a plan: its layouts and settings are kept, what it leaves open is chosen.
 
     Raises PlacementError with the explanation where nothing fits.
     """
     if strategy == "auto":
         return plan_auto(request, pins=pins, time_limit_s=time_limit_s)
-    if isinstance(strategy, str):
-        specs = named_pools(strategy, list(request.roles), request.cluster)
-        name, nodes = strategy, fit_pools(specs, request.cluster).nodes
-    else:
+    specs: Sequence[PoolSpec]
+    if isinstance(strategy, PlacementPlan):
         placed = strategy.on(request.cluster)
         request = as_planned(request, placed)
         name, specs, nodes = strategy.strategy, placed.pools, placed.nodes
+    else:
+        name, specs = "explicit", () if isinstance(strategy, str) else strategy
+        if isinstance(strategy, str):
+            name, specs = strategy, named_pools(strategy, list(request.roles), request.cluster)
+        nodes = fit_pools(list(specs), request.cluster).nodes
     pools = [_planned(spec, nodes[spec.name], request.cluster) for spec in specs]
     found = search_given(
         request.graph,
