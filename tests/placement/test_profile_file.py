@@ -1,9 +1,14 @@
 """A measured profile: what a file says, the data sheet for the rest, through to the cost models."""
 
+from dataclasses import replace
+
 import pytest
+from plan_requests import ppo
 
 from rolemesh.placement.cluster import ClusterSpec
+from rolemesh.placement.costs import DeviceSet
 from rolemesh.placement.hardware import HardwareError, hardware, load_profile
+from rolemesh.placement.roles import PlannerCosts
 from rolemesh.placement.timing.efficiency import Machine, efficiency
 from rolemesh.placement.timing.gemm import gemm_seconds
 from rolemesh.placement.timing.links import Links
@@ -83,3 +88,28 @@ def test_a_wrong_file_is_refused_with_its_name(tmp_path, text, said):
     with pytest.raises(HardwareError, match=said) as error:
         load_profile(tmp_path / "cpu.yaml")
     assert "cpu.yaml" in str(error.value)
+
+
+def test_what_runs_told_multiplies_every_operation_of_its_kind():
+    """Equal options, each second of a kind longer by its factor, and floors still below."""
+    factors = {"train": 2.0, "infer": 1.5, "generate": 3.0, "transfer": 4.0}
+    request = ppo("1 x h100x4")
+    told = replace(hardware("h100-80"), factors=factors)
+    corrected = replace(request, cluster=request.cluster.with_profiles(told))
+    before, after = PlannerCosts(request), PlannerCosts(corrected)
+    devices = DeviceSet("h100-80", (4,))
+    for role in ("actor", "rollout", "critic"):
+        floor = after.floor_s(role, devices)
+        options = before.options(role, devices), after.options(role, devices)
+        for one, other in zip(*options, strict=True):
+            assert one.option == other.option
+            for name, seconds in one.seconds.items():
+                kind = request.graph[name].kind if request.graph[name].state_reads else ""
+                assert other.seconds[name] == pytest.approx(seconds * factors.get(kind, 1.0)), name
+                assert other.seconds[name] >= floor[name]
+    actor, rollout = (before.options(role, devices)[0] for role in ("actor", "rollout"))
+    moved = [
+        costs.transfer_s("sync_weights", actor, devices, rollout, devices, together=True)
+        for costs in (before, after)
+    ]
+    assert moved[1] == pytest.approx(4 * moved[0])
