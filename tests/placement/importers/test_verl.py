@@ -1,80 +1,14 @@
 """verl's configurations as recipes: devices as verl takes them, settings in our words, the rest listed."""
 
+from pathlib import Path
+
 import pytest
 
 from rolemesh.placement.importers import ForeignConfigError, import_config
 
-MEGATRON_PPO = """
-data:
-  train_files: [/data/hh/train.parquet]
-  val_files: /data/hh/test.parquet
-  max_prompt_length: 1024
-  max_response_length: 2048
-  train_batch_size: 512
-  truncation: left
-  filter_overlong_prompts: false
-actor_rollout_ref:
-  hybrid_engine: true
-  model: {path: /models/llama-3-70b-sft, use_remove_padding: true}
-  actor:
-    strategy: megatron
-    ppo_mini_batch_size: 128
-    ppo_micro_batch_size_per_gpu: 2
-    ppo_epochs: 2
-    clip_ratio: 0.15
-    entropy_coeff: 0.001
-    optim: {lr: 1e-6, clip_grad: 1.0, lr_warmup_steps_ratio: 0.05}
-    megatron:
-      tensor_model_parallel_size: 8
-      pipeline_model_parallel_size: 2
-      virtual_pipeline_model_parallel_size: null
-      sequence_parallel: true
-      param_offload: true
-      optimizer_offload: true
-      override_transformer_config: {recompute_granularity: full, recompute_method: uniform}
-    profiler: {enable: false}
-  ref:
-    log_prob_micro_batch_size_per_gpu: 4
-    megatron:
-      tensor_model_parallel_size: ${actor_rollout_ref.actor.megatron.tensor_model_parallel_size}
-      pipeline_model_parallel_size: 2
-      param_offload: ${oc.select:actor_rollout_ref.actor.megatron.param_offload,false}
-  rollout:
-    name: vllm
-    tensor_model_parallel_size: 8
-    gpu_memory_utilization: 0.6
-    n: 1
-    temperature: 0.9
-    log_prob_micro_batch_size_per_gpu: 4
-critic:
-  model: {path: /models/llama-3-70b-rm}
-  ppo_mini_batch_size: ${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,256}
-  ppo_epochs: ${oc.select:actor_rollout_ref.actor.ppo_epochs,1}
-  ppo_micro_batch_size_per_gpu: 2
-  cliprange_value: 0.4
-  optim: {lr: 1e-5}
-  megatron: {tensor_model_parallel_size: 4, pipeline_model_parallel_size: 4}
-reward_model:
-  enable: true
-  model: {path: /models/llama-3-70b-rm}
-  micro_batch_size_per_gpu: 8
-  megatron: {tensor_model_parallel_size: 8}
-algorithm:
-  adv_estimator: gae
-  gamma: 1.0
-  lam: 0.95
-  use_kl_in_reward: true
-  kl_penalty: kl
-  kl_ctrl: {type: adaptive, kl_coef: 0.002, target_kl: 0.1, horizon: 20000}
-trainer:
-  nnodes: 2
-  n_gpus_per_node: 8
-  total_epochs: 3
-  save_freq: 50
-  test_freq: 10
-  logger: [console, wandb]
-  project_name: hh
-"""
+EXAMPLES = Path(__file__).parents[3] / "examples" / "imports"
+
+MEGATRON_PPO = (EXAMPLES / "verl_ppo.yml").read_text()
 
 FSDP_GRPO = r"""
 set -x
