@@ -136,6 +136,9 @@ def plan_of_recipe(
         str,
         typer.Option("--from", help="RECIPE is a configuration of verl or openrlhf: print it as a recipe."),
     ] = "",
+    profile: Annotated[
+        list[Path] | None, typer.Option("--profile", help="Measured devices: a file of `rolemesh calibrate`.")
+    ] = None,
     limit_s: Annotated[
         float, typer.Option("--limit-s", help="Strategy auto: stop searching after so many seconds.")
     ] = 60.0,
@@ -151,7 +154,12 @@ def plan_of_recipe(
         print(text)
     else:
         plan, lines = plan_command.plan_recipe(
-            recipe_path, overrides or [], cluster=cluster, any_software=any_software, limit_s=limit_s
+            recipe_path,
+            overrides or [],
+            cluster=cluster,
+            any_software=any_software,
+            limit_s=limit_s,
+            profiles=profile or (),
         )
         text = plan.to_yaml().rstrip()
         print("\n".join(lines))

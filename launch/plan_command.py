@@ -14,6 +14,7 @@ from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable
 from rolemesh.launch.request import request_of
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec
+from rolemesh.placement.hardware import HardwareError, HardwareProfile, load_profile
 from rolemesh.placement.importers import IMPORTERS, ForeignConfigError, import_config
 from rolemesh.placement.model import ModelError, ModelShape
 from rolemesh.placement.plan import PlacementPlan, device_totals
@@ -27,18 +28,19 @@ def plan_recipe(
     cluster: str = "",
     any_software: bool = False,
     limit_s: float = 60.0,
+    profiles: Sequence[Path] = (),
 ) -> tuple[PlacementPlan, list[str]]:
     """The plan of a recipe and the lines that tell it.
 
     `cluster` is a cluster file or a preset such as `16 x h100x8`, in place of the recipe's own cluster.
     `any_software` also considers what our workers do not run yet, `limit_s` ends the search of strategy auto.
-    Raises RecipeError.
+    `profiles` are files that describe device types as they were measured. Raises RecipeError.
     """
     recipe = load_recipe(path, overrides)
     shapes, notes = read_shapes(recipe)
     runnable = not any_software
     try:
-        there = _cluster(recipe, cluster, shapes, runnable)
+        there = _cluster(recipe, cluster, shapes, runnable).with_profiles(*_measured(profiles))
         plan = plan_on(recipe, there, shapes, runnable=runnable, limit_s=limit_s)
         if unknown := _not_priced(recipe, there, plan, shapes):
             notes.append(f"no prediction: {unknown}")
@@ -84,6 +86,14 @@ def _priced(
 
     priced = plan_strategy(request_of(recipe, cluster, shapes, runnable=runnable, defaults=True), plan)
     return replace(priced, proof=None)  # best among plans with these pools and layouts says nothing
+
+
+def _measured(files: Sequence[Path]) -> list[HardwareProfile]:
+    """Profiles from what `rolemesh calibrate` wrote. Raises RecipeError."""
+    try:
+        return [load_profile(file) for file in files]
+    except HardwareError as error:
+        raise RecipeError(f"--profile: {error}") from error
 
 
 def totals_line(demands: Mapping[str, int]) -> str:
