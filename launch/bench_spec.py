@@ -123,14 +123,17 @@ def parse_spec(tree: Any, folder: Path, name: str = "bench") -> Spec:
     for model, paths in models.items():
         for workload, sections in workloads.items():
             cell = _with_model(merged(base, sections), paths)
+            named = model if len(workloads) == 1 else f"{model}, {workload}"
+
+            def recipes(section: Tree, cell: Tree = cell, named: str = named) -> dict[str, Recipe]:
+                trees = {name: {**cell, **section, "placement": at} for name, at in placements.items()}
+                return {name: _recipe(one, folder, f"{named}, {name}") for name, one in trees.items()}
+
+            same = recipes({}) if not run else {}  # what is simulated has its cluster beside the recipe
             for cluster, spec in clusters.items():
-                where = f"{model} on {cluster}" + (f", {workload}" if len(workloads) > 1 else "")
-                recipes = {
-                    strategy: _recipe(_placed(cell, placement, spec if run else None), folder, where)
-                    for strategy, placement in placements.items()
-                }
-                shapes = _shapes(paths, next(iter(recipes.values())))
-                cases.append(Case(model, cluster, workload, spec, shapes, recipes))
+                mine = same or recipes({"cluster": _section_of(spec)})
+                shapes = _shapes(paths, next(iter(mine.values())))
+                cases.append(Case(model, cluster, workload, spec, shapes, mine))
     return Spec(
         str(tree.get("title", name)), tuple(placements), tuple(cases), run, Limits(**tree.get("limits") or {})
     )
@@ -211,17 +214,13 @@ def _placement(value: Any) -> Tree:
     return {"strategy": value} if isinstance(value, str) else dict(value)
 
 
-def _placed(cell: Tree, placement: Tree, run_on: ClusterSpec | None) -> Tree:
-    placed: Tree = {**cell, "placement": placement}
-    if run_on is not None:
-        sizes = {node.devices for node in run_on.usable}
-        device = {run_on.device_type(node) for node in run_on.usable}
-        if len(sizes) != 1 or len(device) != 1:
-            raise RecipeError(
-                f"a run needs equal nodes of one device type; the cluster has\n{run_on.table()}"
-            )
-        placed["cluster"] = {"nodes": len(run_on.usable), "device": device.pop(), "per_node": sizes.pop()}
-    return placed
+def _section_of(cluster: ClusterSpec) -> Tree:
+    """The cluster as a recipe's section, for a run."""
+    sizes = {node.devices for node in cluster.usable}
+    device = {cluster.device_type(node) for node in cluster.usable}
+    if len(sizes) != 1 or len(device) != 1:
+        raise RecipeError(f"a run needs equal nodes of one device type; the cluster has\n{cluster.table()}")
+    return {"nodes": len(cluster.usable), "device": device.pop(), "per_node": sizes.pop()}
 
 
 def _recipe(tree: Tree, folder: Path, where: str) -> Recipe:

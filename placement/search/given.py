@@ -58,6 +58,8 @@ def search_given(
     if outcome.best is None:
         problem.clock = Clock(math.inf)  # options are asked once more to say what is over
         overrun = max((_least_over(problem, pool) for pool in pools), key=lambda over: over.over)
+        if clock.over and overrun.over <= 0:  # the leanest options fit, unseen
+            overrun = Overrun(tuple(roles), "time", clock.limit_s, None)
         return Infeasible(overrun, None, not clock.over, outcome.visited, clock.passed_s)
     best = replace(
         outcome.best,
