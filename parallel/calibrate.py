@@ -139,7 +139,7 @@ def profile_of(
     keep(*fit.fit_attention(points, profile, "float32" if sheet.device_kind == "cpu" else "bfloat16"))
     if world > 1:
         rate, latency, error = fit.fit_links(points, world)
-        why = f"{source} between {world} ranks, fit within {error:.0%} on average"
+        why = f"{source}, collectives of {world} ranks, fit within {error:.0%} on average"
         figures["link_gb_per_s"] = (_round(rate / 1e9), why)
         figures["latency"] = (_round(latency), why)
         constants["link"] = (1.0, f"{source}: link_gb_per_s is what is reached")
