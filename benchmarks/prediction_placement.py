@@ -2,15 +2,17 @@
 
     python benchmarks/prediction_placement.py [pairs] [search] [crossover]
 
-pairs: one system, colocated and synchronous (A) against split pools and asynchronous (B); layouts as
-    published, where they are. Which one is faster, shown in shuffled order; balanced accuracy beside the constant guess.
+pairs: one system, colocated and synchronous (A) against split pools and asynchronous (B), with the published
+    layouts where there are any. Which one is faster, in shuffled order, and the balanced accuracy beside that
+    of a constant guess.
 search: ReaL's searched plan against its own hand heuristic, the predicted gain beside the measured one. That
     the search wins is no finding (the heuristic is among its plans), the size of the gain is.
 crossover: which of HybridFlow's placements wins at which size, and where.
 
 No constant is fitted here. What the sources leave out is assumed once, for all rows: response lengths are
-log-normal with sigma 0.8, cut at the longest, around the published mean; without one the mean is a quarter of
-the longest; prompts have 128 tokens; NeMo RL and verl score with a reference.
+log-normal with sigma 0.8, cut at the longest, around the published mean; without one the mean is what the
+colocated run's training seconds are at 40% of the peak; prompts have 128 tokens; NeMo RL and verl score with
+a reference.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from rolemesh.placement.workload import Workload
 
 TRUTH = Path(__file__).parent / "data" / "truth"
 SIGMA = 0.8
+MFU = 0.4
+HYBRIDFLOW_NIC = 25e9 / 8  # 200 Gb/s between machines of eight GPUs (HybridFlow, section 8.1)
 TIE = 0.03
 LIMIT_S = 120.0
 LLAMA2 = {
@@ -133,9 +137,11 @@ def step_s(request: PlanRequest, pools: Sequence[tuple[Sequence[str], int]]) -> 
     return found.best.makespan_s
 
 
-def grpo(row: Mapping[str, str], text: str, *, staleness: int) -> PlanRequest:
-    """A row's GRPO step under one of its two placements."""
+def grpo(row: Mapping[str, str], text: str, n_train: int, *, staleness: int) -> PlanRequest:
+    """A row's GRPO step under one of its two placements; `n_train` GPUs train."""
     shape, (train, generate) = shape_of(row["actor"]), sizes(text)
+    if "ep" in train:  # a row may state more than its training GPUs have
+        train["ep"] = min(train["ep"], n_train // train["pp"])
     load = workload(row)
     plain = {key: size for key, size in train.items() if key in ("tp", "pp")}
     experts = shape.moe is not None
@@ -155,11 +161,27 @@ def workload(row: Mapping[str, str]) -> Workload:
         mean = float(re.search(r"length (\d+)", row["notes"])[1])  # type: ignore[index]
         longest = next(value for key, value in LONGEST.items() if row["actor"].lower().startswith(key))
         return _load(samples, 512, mean, longest)
-    match = re.search(r"(\d+)k$", text)
+    match = re.fullmatch(r"\w+ 512x16, (\d+)k", text)
     if match is None:
-        raise SkippedError("lengths are not given")
-    longest = int(match[1]) * 1024
-    return _load(512 * 16, 32 * 16, longest / 4, longest)
+        raise SkippedError("batch or lengths are not given")
+    return _load(512 * 16, 32 * 16, _mean(row), int(match[1]) * 1024)
+
+
+def _mean(row: Mapping[str, str]) -> float:
+    """Tokens of a sequence, from the training seconds of the colocated run at MFU of the peak."""
+    run = next(
+        run
+        for run in read("rlhf_truth.csv")
+        if run["actor"].startswith(row["actor"]) and run["step_seconds"] == row["step_seconds_a"]
+    )
+    active = shape_of(row["actor"]).active_params
+    flops = (
+        float(run["train_seconds"])
+        * int(row["n_gpus"])
+        * MFU
+        * hardware(row["gpu_type"]).peak_flops("bfloat16")
+    )
+    return flops / (6 * active) / (512 * 16)
 
 
 def _load(samples: int, update: int, mean: float, longest: float) -> Workload:
@@ -171,13 +193,13 @@ def _load(samples: int, update: int, mean: float, longest: float) -> Workload:
 def pair(row: Mapping[str, str]) -> Verdict:
     """The pair's two steps, priced."""
     n_gpus = int(row["n_gpus"])
-    one = step_s(grpo(row, row["placement_a"], staleness=0), [(("actor", "rollout", "ref"), n_gpus)])
+    one = step_s(grpo(row, row["placement_a"], n_gpus, staleness=0), [(("actor", "rollout", "ref"), n_gpus)])
     stated = re.search(r"split (\d+):(\d+)", row["placement_b"])
     train = int(stated[1]) if stated else n_gpus // 2
     if stated and row["pair"] == "15":
         train = int(stated[2])  # the source's prose: 96 generate, 32 train
     pools = [(("actor", "ref"), train), (("rollout",), n_gpus - train)]
-    other = step_s(grpo(row, row["placement_b"], staleness=1), pools)
+    other = step_s(grpo(row, row["placement_b"], train, staleness=1), pools)
     name = f"{row['pair']:>3} {row['actor']} on {n_gpus} {row['gpu_type']}"
     return Verdict(name, one / other, float(row["a_over_b"]))
 
@@ -289,27 +311,31 @@ CROSSOVERS = {  # (actor, critic): GPUs and which placement the source found bes
 
 def show_crossover() -> None:
     """HybridFlow, figures 12 and 13: 1024 prompts and responses of 1024 tokens, 8 updates, A100-80."""
-    load = Workload(1024, Fixed(1024.0), Fixed(1024.0), mini_batch_samples=128)
     right = total = 0
     print("HybridFlow: seconds of a step, best sizes of each placement's pools")
     for (actor, critic), facts in CROSSOVERS.items():
         for n_gpus, wanted in facts.items():
-            request = ppo(LLAMA2[actor], LLAMA2[critic], "a100-80", n_gpus, load)
-            times, shown = {}, []
-            for name, groups in GROUPS.items():
-                found = _grouped(request, groups)
-                if found is not None:
-                    times[name] = found.best.makespan_s
-                    pools = "/".join(str(pool.devices.world) for pool in found.best.pools)
-                    shown.append(f"{name} {times[name]:.1f} s ({pools})")
-            won = min(times, key=times.__getitem__, default="none")
+            found = times(actor, critic, n_gpus)
+            won = min(found, key=found.__getitem__, default="none")
             right, total = right + (won == wanted), total + 1
+            shown = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.items())
             print(
-                f"  actor {actor}, critic {critic}, {n_gpus} GPUs: {won}, measured {wanted}; "
-                + ", ".join(shown),
+                f"  actor {actor}, critic {critic}, {n_gpus} GPUs: {won}, measured {wanted}; {shown}",
                 flush=True,
             )
     print(f"  {right} of {total} as measured")
+
+
+def times(
+    actor: str, critic: str, n_gpus: int, placements: Sequence[str] = tuple(GROUPS)
+) -> dict[str, float]:
+    """Seconds of the best step of each placement that fits."""
+    load = Workload(1024, Fixed(1024.0), Fixed(1024.0), mini_batch_samples=128)
+    request = ppo(LLAMA2[actor], LLAMA2[critic], "a100-80", n_gpus, load)
+    nodes = [replace(node, nic_bytes_per_s=HYBRIDFLOW_NIC) for node in request.cluster.nodes]
+    request = replace(request, cluster=replace(request.cluster, nodes=tuple(nodes)))
+    found = {name: _grouped(request, GROUPS[name]) for name in placements}
+    return {name: one.best.makespan_s for name, one in found.items() if one is not None}
 
 
 def _grouped(request: PlanRequest, groups: Sequence[Sequence[str]]) -> SearchResult | None:

@@ -43,7 +43,11 @@ def inference_memory(
         working = {"activations": max(layer - logits, 0), "logits": logits, "stage transfers": received}
         return MemoryItems({"weights": params.total * size}, working, stage, "forward")
 
-    return max((of_stage(stage) for stage in range(layout.pp)), key=lambda items: items.total)
+    if shape.moe or stages is not None:
+        wanted = range(layout.pp)
+    else:  # no stage between has more layers than the first
+        wanted = range(0, layout.pp, max(layout.pp - 1, 1))
+    return max((of_stage(stage) for stage in wanted), key=lambda items: items.total)
 
 
 def layer_transient(shape: ModelShape, layout: Layout, run: Pass) -> float:

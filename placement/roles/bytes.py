@@ -140,7 +140,8 @@ class RoleBytes:
 
     def training(self, layout: Layout, micro_batch: int, n_micro: int, recompute: Recompute) -> Pass:
         """An update; the optimizer's step apart."""
-        held = 1 if layout.pp == 1 else min(n_micro, 3 * layout.pp)  # a pipeline holds no more at a time
+        # A pipeline holds no more at a time: pp, or interleaved at most half as many again.
+        held = 1 if layout.pp == 1 else min(n_micro, layout.pp if layout.vpp == 1 else -(-3 * layout.pp // 2))
         key = "train", cut_of(layout), micro_batch, held, recompute
         if key not in self._passes:
             if key[1] not in self._many:

@@ -42,6 +42,12 @@ def _sizes(request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
     return [size for size in sizes if pinned is None or size == pinned]
 
 
+def _wished(plan: PlanRequest, request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
+    """The same for sizes that are worth looking at: a pinned one may be another."""
+    pinned = request.pins.get(axis)
+    return [int(pinned)] if pinned is not None and not plan.runnable else _sizes(request, axis, sizes)
+
+
 @functools.lru_cache(maxsize=256)
 def legal_tp(shape: ModelShape) -> tuple[int, ...]:
     """Sizes of tp that divide the model, ascending; powers of two and divisors of its KV heads."""
@@ -63,12 +69,14 @@ def _megatron(plan: PlanRequest, request: RoleRequest, world: int, node: int) ->
         parallel = bool(pins.get("sequence_parallel", tp > 1))
         if (tp > 2 * node and "tp" not in pins) or (parallel and tp == 1):
             continue
-        for cp in _sizes(request, "cp", _context_sizes(plan)):
+        for cp in _wished(plan, request, "cp", _context_sizes(plan)):
             rest, over = divmod(world, tp * cp)
             for pp in _sizes(request, "pp", _divisors(rest) if not over else ()):
                 if pp > shape.n_layers or (pp > MOST_PP and "pp" not in pins):
                     break
-                for vpp in _sizes(request, "vpp", _virtual(plan, shape, pp)):
+                for vpp in _wished(plan, request, "vpp", _virtual(plan, shape, pp)):
+                    if vpp > 1 and (pp == 1 or shape.n_layers < pp * vpp):
+                        continue
                     for ep, etp in _experts(plan, shape, world // pp, tp):
                         dp = rest // pp
                         fits = (("ep", ep), ("etp", etp), ("dp", dp))

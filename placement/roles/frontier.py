@@ -89,25 +89,39 @@ class Frontier:
         for micro_batch in choices.micro_batches(self.plan, self.request, rows):
             n_micro = math.ceil(self.prices.n_micro(rows, micro_batch))
             before = len(self.fitting)
-            filled = min(micro_batch, rows)
-            scoring = self.memory.inference(layout, filled)
+            scoring = self.memory.inference(layout, min(micro_batch, batch.rows))
+            scored: dict[str, float] = {}
             for recompute in choices.recomputes(self.plan, self.role):
                 passes = {name: scoring for name, kind in kinds.items() if kind == "infer"}
                 if trains:
-                    update = self.memory.training(layout, filled, n_micro, recompute)
+                    update = self.memory.training(layout, min(micro_batch, rows), n_micro, recompute)
                     passes |= {name: update for name, kind in kinds.items() if kind == "train"}
 
-                def price(name: str, b: int = micro_batch, again: Recompute = recompute) -> float:
-                    if kinds[name] == "train":
-                        return self.prices.train(layout, b, again, batch)
-                    if kinds[name] == "infer":
-                        return self.prices.infer(layout, b, batch)
-                    return self.prices.bookkeeping(layout)
-
+                price = self._prices(layout, micro_batch, recompute, batch, scored)
                 for offload in choices.offloads(self.plan, self.role):
                     self._take(RoleOption(layout, micro_batch, recompute, offload), held, passes, price)
             if len(self.fitting) == before:
                 return  # larger ones need more
+
+    def _prices(
+        self, layout: Layout, micro_batch: int, recompute: Recompute, batch: Batch, scored: dict[str, float]
+    ) -> Callable[[str], float]:
+        """Seconds by operation, each reckoned once; `scored` are those that recomputing does not change."""
+        kinds = {op.name: op.kind if op.state_reads else "" for op in self.operations}
+        trained: dict[str, float] = {}
+
+        def price(name: str) -> float:
+            known = trained if kinds[name] == "train" else scored
+            if name not in known:
+                if kinds[name] == "train":
+                    known[name] = self.prices.train(layout, micro_batch, recompute, batch)
+                elif kinds[name] == "infer":
+                    known[name] = self.prices.infer(layout, micro_batch, batch)
+                else:
+                    known[name] = self.prices.bookkeeping(layout)
+            return known[name]
+
+        return price
 
     def _take(
         self, option: RoleOption, held: Held, passes: Mapping[str, Pass], price: Callable[[str], float]

@@ -15,7 +15,7 @@ from rolemesh.placement.layout import Layout
 from rolemesh.placement.lengths import Fixed, Lengths
 from rolemesh.placement.roles.bytes import Cut, cut_of
 from rolemesh.placement.roles.request import PlanRequest, RoleRequest
-from rolemesh.placement.timing.decode import Engine, decode_seconds
+from rolemesh.placement.timing.decode import EXPERT_KERNELS, KERNELS, Engine, decode_seconds
 from rolemesh.placement.timing.dims import Dims
 from rolemesh.placement.timing.efficiency import Machine
 from rolemesh.placement.timing.layer import How
@@ -210,13 +210,22 @@ class RoleSeconds:
         sure = 0.99 * self.machine.factor(operation.kind)
         if operation.kind == "transfer" or not operation.state_reads:
             return 0.0
-        if operation.kind == "generate":  # at least a turn of the engine for every token of the longest
-            steps = load.response_lengths.longest(math.ceil(load.samples / world))
-            return sure * steps * eff.serving if self.request.engine == "paged" else 0.0
+        if operation.kind == "generate":
+            return sure * load.response_lengths.longest(load.samples) * self._least_turn(devices)
         active = dims.dense_params() + dims.n_moe_layers * dims.top_k * dims.ffn_params(dims.expert_ffn)
         passes = 3 * load.epochs if operation.kind == "train" else 1
         rate = self.machine.peak(dtype) * eff.gemm(dtype) * world
         return sure * passes * 2.0 * active * load.tokens / rate
+
+    def _least_turn(self, devices: DeviceSet) -> float:
+        """Seconds of a decode step with one sequence: scheduling, kernels, and a part of the weights."""
+        dims, eff = self.dims, self.machine.efficiency
+        if self.request.engine == "hf":
+            return dims.n_layers * min(eff.host, eff.moe_host)
+        kernels = (dims.n_layers * KERNELS + dims.n_moe_layers * EXPERT_KERNELS) * eff.decode_kernel
+        cut = max(self.request.pins.get("tp", 1), 2 * max(devices.counts))
+        read = dims.dense_params() * self.machine.bytes_of(self.request.dtype) / cut
+        return eff.serving_python + kernels + read / (self.machine.memory_bandwidth * eff.decode_memory)
 
     def _micro(self, layout: Layout, micro_batch: int, recompute: Recompute, rows: int) -> Work:
         """One full one, or all rows; of the replicas only matters whether stages are on several nodes."""
