@@ -8,7 +8,9 @@ from rolemesh.launch import html
 from rolemesh.launch.bench_result import BenchResult, CellResult, fastest, number
 from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.plan import PlacementPlan
+from rolemesh.placement.pools import PoolSpec
 
+_FULLEST, _GREY = "all roles of a pool at its fullest moment", "#4a5664"
 _LEFT = 170.0  # room for the names of rows, the same in all charts so that they can be compared
 
 
@@ -105,6 +107,7 @@ def _case(cells: Sequence[CellResult]) -> list[str]:
     operations = html.colours(bar.operation for cell in planned for bar in cell.bars)
     end = max(bar.end_s for cell in planned for bar in cell.bars)
     items = html.colours(item for cell in planned for item in _items(cell.plan))
+    items |= {_FULLEST: _GREY} if items else {}
     steps = [html.figure(_gantt(cell, end, operations), _caption(cell)) for cell in planned]
     parts.append(html.subsection("One step", html.legend(operations), *steps))
     placed = [cell for cell in planned if cell.plan]
@@ -131,7 +134,6 @@ def _rates(cells: Sequence[CellResult]) -> html.Markup:
         "tokens/s per device",
         "busy",
         "fullest device",
-        "plan",
     )
     measured = any(cell.measured for cell in cells)
     header = (*header[:2], *(("predicted", "lowest to highest") if measured else ()), *header[2:])
@@ -148,7 +150,6 @@ def _rates(cells: Sequence[CellResult]) -> html.Markup:
                 number(cell.tokens_per_s_per_device),
                 ", ".join(f"{pool} {share:.0%}" for pool, share in cell.utilisation.items()),
                 number(cell.peak_gib, "GiB"),
-                cell.plan_file,
             )
         )
     return html.table(header, rows)
@@ -196,11 +197,17 @@ def _placement(cell: CellResult) -> html.Markup:
     for node, count in plan.idle.items():
         nodes.setdefault(node, []).extend([""] * count)
     ordered = {name: nodes[name] for name in sorted(nodes, key=_node_order)}
-    keys = {f"{pool.name}: {', '.join(pool.roles)}": chosen[pool.name] for pool in plan.pools}
+    keys = {_pool_key(pool): chosen[pool.name] for pool in plan.pools}
     idle = sum(plan.idle.values())
-    caption = f"{cell.strategy}" + (f"; {idle} devices idle" if idle else "")
+    said = [cell.strategy, f"{idle} devices idle" if idle else "", cell.plan_file]
+    caption = "; ".join(part for part in said if part)
     drawn = html.placement_map(ordered, chosen=chosen, left=_LEFT) if nodes else ""
     return html.figure(html.Markup(f"{html.legend(keys)}{drawn}"), caption)
+
+
+def _pool_key(pool: PoolSpec) -> str:
+    """The pool's name, with its roles where these are not the name."""
+    return pool.name if pool.name == "+".join(pool.roles) else f"{pool.name}: {', '.join(pool.roles)}"
 
 
 def _node_order(name: str) -> tuple[str, int, str]:
@@ -220,14 +227,11 @@ def _memory(cell: CellResult, chosen: dict[str, str]) -> html.Markup:
         rows[role] = {item: amount / GIB for item, amount in items.items() if amount > 0}
         if limit := told.limit.get(cell.plan.pool_of(role).name):
             limits[role] = limit / GIB
-    peaks = ", ".join(
-        f"{pool} {number(peak / GIB)}"
-        + (f" of {number(told.limit[pool] / GIB)}" if pool in told.limit else "")
-        for pool, peak in told.peak.items()
-    )
+    for pool, peak in told.peak.items():
+        rows[f"pool {pool}"] = {_FULLEST: peak / GIB}
+        limits |= {f"pool {pool}": told.limit[pool] / GIB} if pool in told.limit else {}
     chart = html.bar_chart(rows, unit="GiB", stacked=True, limits=limits, chosen=chosen, left=_LEFT)
-    caption = f"{cell.strategy}: each role; roles of one pool take turns, but what they keep adds up"
-    return html.figure(chart, caption + (f". At the fullest moment, GiB: {peaks}" if peaks else ""))
+    return html.figure(chart, f"{cell.strategy}: each role alone, and each pool at its fullest moment")
 
 
 def _reading(result: BenchResult) -> html.Markup:
@@ -239,5 +243,8 @@ def _reading(result: BenchResult) -> html.Markup:
         "could be at most; without one, none is shorter under the cost models.",
     ]
     if not result.run:
-        lines.append("Dashed line: the memory of a device that roles may fill.")
+        lines.append(
+            "Memory: of the heaviest rank's device. Roles of a pool take turns, but what they keep adds "
+            "up, so the pool's fullest moment counts. Dashed line: what roles may fill of a device."
+        )
     return html.section("How to read this", *(html.paragraph(line) for line in lines))

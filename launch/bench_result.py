@@ -113,6 +113,8 @@ class CellResult:
             pool.name: {"roles": list(pool.roles), "devices": pool.world}
             for pool in (self.plan.pools if self.plan else ())
         }
+        row["order"] = {pool: list(names) for pool, names in (self.plan.order if self.plan else {}).items()}
+        row["bars"] = [vars(bar) for bar in self.bars]
         row["measured"] = vars(self.measured) if self.measured else None
         row["planning_s"] = round(self.planning_s, 3)
         row["plan"] = self.plan_file

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Tableau's ten colours, in an order that keeps neighbours apart; text on them is dark or white by luminance.
+# Tableau's colours, in an order that keeps neighbours apart; text on them is dark or white by luminance.
 PALETTE = (
     "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2",
     "#edc948", "#b07aa1", "#9c755f", "#ff9da7", "#bab0ac",
+    "#d37295", "#86bcb6", "#8cd17d", "#a0cbe8", "#b6992d",
 )  # fmt: skip
 WIDTH = 960.0  # of a chart, in its own units; the page scales it
 _CHAR = 6.4  # width of a character of a chart's text
@@ -138,7 +139,7 @@ def matrix(header: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]]) -> 
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name, by order of first appearance; they repeat after ten."""
+    """A colour for each name, by order of first appearance; they repeat after fifteen."""
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(dict.fromkeys(names))}
 
 

@@ -27,7 +27,7 @@ MODEL = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
-HUGE = {**MODEL, "hidden_size": 16_384, "num_hidden_layers": 100, "num_attention_heads": 128}
+HUGE = {**MODEL, "hidden_size": 8192, "num_hidden_layers": 100, "num_attention_heads": 64}
 SPEC = {
     "title": "Small & huge",
     "recipe": {
@@ -51,7 +51,8 @@ ROW = {  # key: types of a cell with a plan, types of one without
     "samples_per_s": (NUMBER, type(None)), "tokens_per_s_per_device": (NUMBER, type(None)),
     "peak_gib": (NUMBER, type(None)), "gap": (NUMBER, type(None)),
     "utilisation": (dict, dict), "operations_s": (dict, dict), "memory_gib": (dict, dict),
-    "pools": (dict, dict), "measured": (type(None), type(None)), "planning_s": (NUMBER, NUMBER),
+    "pools": (dict, dict), "order": (dict, dict), "bars": (list, list),
+    "measured": (type(None), type(None)), "planning_s": (NUMBER, NUMBER),
     "plan": (str, str),
 }  # fmt: skip
 

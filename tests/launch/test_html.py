@@ -138,7 +138,7 @@ def test_nothing_to_draw_is_no_error(chart):
 
 
 def test_colours_follow_first_appearance_and_repeat():
-    chosen = html.colours(["a", "b", "a", *"cdefghijk"])
+    chosen = html.colours(["a", "b", "a", *"cdefghijklmnop"])
     assert chosen["a"] == html.PALETTE[0]
     assert chosen["b"] == html.PALETTE[1]
-    assert chosen["k"] == html.PALETTE[0]
+    assert chosen["p"] == html.PALETTE[0]
