@@ -21,7 +21,8 @@ BATCH_TOKENS = 131_072  # of the `hf` engine, where the request does not say
 def layouts(plan: PlanRequest, role: str, devices: DeviceSet) -> list[Layout]:
     """Every layout of the devices that the model can be cut in, the pins hold, and (runnable) workers run.
 
-    Left out as never worth it: tp over more than two nodes, and more than 32 pipeline stages.
+    Left out as never worth it: tp over more than two nodes; more than 32 pipeline stages; and stages of
+    unequal numbers of layers, unless they are a power of two or the only replica needs them all.
     """
     request, world, node = plan.roles[role], devices.world, max(devices.counts)
     if plan.generates(role) and request.engine == "hf":
@@ -74,6 +75,8 @@ def _megatron(plan: PlanRequest, request: RoleRequest, world: int, node: int) ->
             for pp in _sizes(request, "pp", _divisors(rest) if not over else ()):
                 if pp > shape.n_layers or (pp > MOST_PP and "pp" not in pins):
                     break
+                if "pp" not in pins and shape.n_layers % pp and pp.bit_count() > 1 and pp != rest:
+                    continue
                 for vpp in _wished(plan, request, "vpp", _virtual(plan, shape, pp)):
                     if vpp > 1 and (pp == 1 or shape.n_layers < pp * vpp):
                         continue
