@@ -1,4 +1,4 @@
-"""Random clusters and requests: a plan fits, and what is refused fits in no way that a plain product tries."""
+"""Random clusters and requests: a plan fits, and what is refused fits in no way that a product tries."""
 
 import itertools
 import random
