@@ -53,7 +53,8 @@ def _received(case: Case, waiting: list[str], limits: Limits, ours: Connection) 
             return
         waiting.pop(0)
         if found is None:
-            yield _empty(case, strategy, "no plan found", f"none within {limit_s:g} s")
+            late = _empty(case, strategy, "no plan found", f"none within {limit_s:g} s")
+            yield replace(late, planning_s=limit_s)
             return
         yield found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rolemesh.launch.config import parse_recipe
+from rolemesh.launch.config import parse_recipe, with_absolute_paths
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec
@@ -22,6 +22,7 @@ from rolemesh.placement.model import ModelError, ModelShape
 Tree = dict[str, Any]
 _KEYS = ("title", "recipe", "strategies", "models", "clusters", "workloads", "profiles", "run", "limits")
 _WORKLOAD_KEYS = ("algorithm", "batch", "data", "lengths", "rollout", "reward", "schedule")
+_AXES = ("placement", "cluster")
 _ROLES = ("actor", "critic", "ref", "reward")
 STRATEGIES = ("colocate", "split", "standalone", "auto")
 
@@ -122,7 +123,7 @@ def parse_spec(tree: Any, folder: Path, name: str = "bench") -> Spec:
     cases = []
     for model, paths in models.items():
         for workload, sections in workloads.items():
-            cell = _with_model(merged(base, sections), paths)
+            cell = _with_model(base, sections, paths)
             named = model if len(workloads) == 1 else f"{model}, {workload}"
 
             def recipes(section: Tree, cell: Tree = cell, named: str = named) -> dict[str, Recipe]:
@@ -190,15 +191,17 @@ def _name(axis: str, value: Any) -> str:
 
 
 def _base(given: Any, folder: Path) -> Tree:
-    """The keys of every cell's recipe: a mapping, or a recipe file."""
+    """The keys of every cell's recipe: a mapping, or a recipe file without its cluster and placement."""
     if isinstance(given, str):
         path = folder / given
         if not path.is_file():
             raise RecipeError(f"recipe: no file {path}")
-        given = yaml.safe_load(path.read_text())
+        written = yaml.safe_load(path.read_text())
+        given = {key: value for key, value in dict(written).items() if key not in _AXES}
+        given = with_absolute_paths(given, path.absolute().parent)
     if not isinstance(given, Mapping):
         raise RecipeError(f"recipe is {given!r}, but must be a mapping of a recipe's keys, or a recipe file")
-    if "placement" in given or "cluster" in given:
+    if any(key in given for key in _AXES):
         raise RecipeError("recipe.placement and recipe.cluster are axes here: strategies and clusters")
     algorithm = given.get("algorithm")
     return dict(given) | ({"algorithm": {"name": algorithm}} if isinstance(algorithm, str) else {})
@@ -275,21 +278,28 @@ def _model(name: str, value: Any, folder: Path) -> Model:
     return found
 
 
-def _with_model(cell: Tree, model: Model) -> Tree:
-    """The cell with the paths of its step's models; the actor's where a role has none of its own."""
+def _with_model(base: Tree, sections: Tree, model: Model) -> Tree:
+    """The keys of a cell with the paths of its step's models: the actor's where a role has none of its own.
+
+    What a workload says of its rewards goes first, and a reward function stays unless the model has its own.
+    """
+    cell = merged(base, sections)
     kl = (cell.get("algorithm") or {}).get("kl") or {}
+    scored_by = str(_section(cell.get("reward") or {}).get("path", ""))
+    asked = "path" in _section(sections.get("reward") or {}) or (
+        ".py:" in scored_by and "reward" not in model
+    )
     roles = {
         "actor": True,
         "critic": (cell.get("algorithm") or {}).get("name", "ppo") == "ppo",
         "ref": kl.get("in", "none") != "none" and "ref" in model,
-        "reward": "reward" not in cell or "path" not in _section(cell["reward"]),
+        "reward": not asked,
     }
-    out = dict(cell)
     for role in (role for role, there in roles.items() if there):
         given = model.get(role, model["actor"])
         path = given if isinstance(given, str) else f"{role}/config.json"
-        out[role] = {"path": path, **_section(cell.get(role) or {})}
-    return out
+        cell[role] = {**_section(cell.get(role) or {}), "path": path}
+    return cell
 
 
 def _section(value: Any) -> Tree:

@@ -123,6 +123,11 @@ def _override(item: str) -> Tree:
     return value
 
 
+def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
+    """A recipe's tree that stands in `folder`, so that it can be read elsewhere."""
+    return dict(_normal(Recipe, tree, folder))
+
+
 def _normal(section: type[Section], tree: Any, base: Path) -> Any:
     """Bare values expanded to mappings and paths made absolute; what waits for interpolation stays."""
     if isinstance(tree, str) and "${" in tree:

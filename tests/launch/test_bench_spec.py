@@ -69,6 +69,29 @@ def test_grpo_with_a_function_needs_neither_critic_nor_reward_model():
     assert set(case.shapes) == {"actor", "ref"}
 
 
+def test_who_scores_is_the_workloads_word_then_the_models_then_the_recipes():
+    function, other = {"reward": "recipe.py:score"}, {"own": {"reward": "workload.py:score"}}
+
+    def path(**changes):
+        return Path(spec(**changes).cases[0].recipes["auto"].reward.path).name
+
+    assert path() == "config.json"
+    assert path(recipe=BASE | function) == "recipe.py:score"
+    assert path(recipe=BASE | function, models={"m": {"actor": MODEL, "reward": MODEL}}) == "config.json"
+    assert path(recipe=BASE | function, workloads=other) == "workload.py:score"
+
+
+def test_a_recipe_file_gives_the_rest_its_paths_are_its_own(tmp_path):
+    (tmp_path / "deep").mkdir()
+    recipe = "actor: {path: mine, dtype: float32}\nplacement: split\ncluster: {nodes: 9}\ndata: a.jsonl\n"
+    (tmp_path / "deep" / "r.yaml").write_text(recipe + "reward: mine\ncritic: mine\n")
+    tree = {"recipe": "deep/r.yaml", "models": {"small": MODEL}, "clusters": ["h100x8"], "strategies": "auto"}
+    (case,) = parse_spec(tree, tmp_path).cases
+    assert case.recipes["auto"].data.train_files == (str(tmp_path / "deep" / "a.jsonl"),)
+    assert (case.recipes["auto"].actor.dtype, case.spec.n_devices) == ("float32", 8)
+    assert case.recipes["auto"].placement.strategy == "auto"
+
+
 def test_overrides_reach_into_the_spec():
     changes = ["limits.cell_s=3", "recipe.batch.prompts=512", "clusters=[h100x8]"]
     found = load_spec(EXAMPLES / "quick.yaml", changes)
