@@ -30,15 +30,20 @@ def bench(
     folder = Path(out) if out is not None else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    cells = []
+    cells: list[CellResult] = []
+    result = BenchResult(spec.title, spec.run, spec.strategies, ())
     for cell in _cells(spec, folder):
         cells.append(_with_plan_file(cell, folder) if folder else cell)
         tell(progress_line(cells[-1], len(cells), spec.n_cells))
-    result = BenchResult(spec.title, spec.run, spec.strategies, tuple(cells))
-    if folder is not None:
-        (folder / RESULTS).write_text(json.dumps(result.json(), indent=1) + "\n", encoding="utf-8")
-        (folder / REPORT).write_text(bench_page(result), encoding="utf-8")
+        result = replace(result, cells=tuple(cells))
+        if folder is not None and len(cells) % len(spec.strategies) == 0:
+            _write(result, folder)  # after each case, so that an interrupted benchmark leaves what it found
     return result
+
+
+def _write(result: BenchResult, folder: Path) -> None:
+    (folder / RESULTS).write_text(json.dumps(result.json(), indent=1) + "\n", encoding="utf-8")
+    (folder / REPORT).write_text(bench_page(result), encoding="utf-8")
 
 
 def progress_line(cell: CellResult, done: int, of: int) -> str:

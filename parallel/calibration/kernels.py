@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from rolemesh.parallel.calibration.points import Point, dtype_name, seconds_of
@@ -61,7 +62,7 @@ def _products(device: torch.device, dtype: torch.dtype, extent: Extent) -> Itera
             extent.budget_s,
         )
         yield Point("gemm", dtype_name(dtype), (m, n, k), seconds)
-        if seconds > SLOWEST_S:
+        if _too_slow(seconds, device):
             return
 
 
@@ -89,8 +90,16 @@ def _attention(device: torch.device, dtype: torch.dtype, extent: Extent) -> Iter
         yield Point("attention_forward", name, sizes, seconds)
         seconds = seconds_of(backward, device, extent.budget_s)
         yield Point("attention_backward", name, sizes, seconds)
-        if seconds > SLOWEST_S:
+        if _too_slow(seconds, device):
             return
+
+
+def _too_slow(seconds: float, device: torch.device) -> bool:
+    """Whether it took one of the ranks so long: all of them end a curve at the same point, or none does."""
+    slowest = torch.tensor(seconds, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item() > SLOWEST_S
 
 
 def _memory(device: torch.device, extent: Extent) -> Iterator[Point]:

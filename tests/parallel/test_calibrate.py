@@ -8,6 +8,7 @@ from datetime import date
 import psutil
 import pytest
 import torch
+from gloo import run_ranks
 
 from rolemesh.parallel import calibrate
 from rolemesh.parallel.calibrate import CalibrationError, profile_of
@@ -119,6 +120,19 @@ def test_the_kernels_of_a_core_are_measured_in_every_dtype(monkeypatch):
     monkeypatch.setattr(kernels.Extent, "of", classmethod(lambda cls, device, quick: small))
     found = {(point.kind, point.dtype) for point in kernels.measure(torch.device("cpu"), True)}
     assert {("gemm", "bfloat16"), ("attention_backward", "float32"), ("sum", "float32")} <= found
+
+
+@pytest.mark.full
+def test_a_curve_ends_on_all_ranks_where_one_is_too_slow():
+    """Else their numbers of points, and so of barriers, would differ and all would wait forever."""
+
+    def points_of(rank: int, world: int) -> int:
+        extent = kernels.Extent(((16, 16, 16), (32, 32, 32)), (16,), 2**12, 0.0)
+        slow = {0: 0.0, 1: 2 * kernels.SLOWEST_S}[rank]
+        kernels.seconds_of = lambda run, device, budget_s: slow
+        return len(list(kernels._products(torch.device("cpu"), torch.float32, extent)))
+
+    assert run_ranks(points_of, 2, timeout=60) == [1, 1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
