@@ -6,7 +6,7 @@ operation is handed to its worker group at once, and the pool's queue runs one a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,7 +54,11 @@ class StepResult:
 
 
 class Controller:
-    """`groups[role]` is the worker group of each role that `graph` names."""
+    """`groups[role]` is the worker group of each role that `graph` names.
+
+    `order` gives, for any pool, its operations in the order in which they are handed to it; without it they
+    are handed over as they become ready.
+    """
 
     def __init__(
         self,
@@ -63,12 +67,19 @@ class Controller:
         *,
         overlap: bool = True,
         progress: Progress | None = None,
+        order: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         missing = sorted({operation.role for operation in graph.operations} - set(groups))
         if missing:
             raise ValueError(f"step graph {graph.name!r} needs roles {missing}; there are {sorted(groups)}")
         self.graph, self.groups, self.overlap = graph, groups, overlap
         self.progress = progress if progress is not None else NoProgress()
+        there = {operation.name for operation in graph.operations}
+        self._before: dict[str, set[str]] = {name: set() for name in there}
+        for listed in (order or {}).values():
+            kept = [name for name in listed if name in there]
+            for i, name in enumerate(kept):
+                self._before[name] |= set(kept[:i])
 
     def run(
         self, batch: BatchRef, arguments: Mapping[str, Arguments] | None = None, *, step: int = 0
@@ -85,7 +96,7 @@ class Controller:
         sources: dict[str, DataProtoFuture] = {}
         while len(done) < len(self.graph.operations):
             self.progress.advance(len(done), len(self.graph.operations))
-            for operation in self.graph.ready(done, {op.name for op in running.values()}):
+            while operation := self._next(done, {op.name for op in running.values()}):
                 if running and not self.overlap:
                     break
                 extra = (arguments or {}).get(operation.name)
@@ -102,6 +113,11 @@ class Controller:
             done.add(operation.name)
             self.progress.end(operation.name)
         return result
+
+    def _next(self, done: set[str], running: set[str]) -> Operation | None:
+        """The first operation that is ready and whose turn has come on its pools."""
+        ready = self.graph.ready(done, running)
+        return next((op for op in ready if self._before[op.name] <= done | running), None)
 
     def _start(
         self,

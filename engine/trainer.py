@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,10 @@ from rolemesh.placement.layout import Layout
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """How many steps, what each holds, and what happens between them (units in the recipe's keys)."""
+    """How many steps, what each holds, and what happens between them (units in the recipe's keys).
+
+    `order` is the plan's, see `Controller`.
+    """
 
     steps: int
     samples_per_prompt: int
@@ -34,6 +37,7 @@ class TrainerSpec:
     save_every: int = 0
     critic_warmup: int = 0
     overlap: bool = True
+    order: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -144,6 +148,7 @@ class Trainer:
             graph,
             self.groups,
             overlap=self.spec.overlap,
+            order=self.spec.order,
             progress=self.progress,
         )
         arguments: dict[str, Arguments] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -19,16 +20,8 @@ from rolemesh.launch.arithmetic import updates
 from rolemesh.launch.roles import Actor, Critic, Optim, Ref, Reward
 from rolemesh.launch.schema import Recipe
 from rolemesh.parallel.optim import OptimConfig
-from rolemesh.placement.graph import StepGraph
-from rolemesh.placement.steps import step_graph
 
 ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
-
-
-def graph_of(recipe: Recipe) -> StepGraph:
-    """The step graph of the recipe's algorithm."""
-    kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
-    return step_graph(recipe.algorithm.name, reference=recipe.has_ref, reward=recipe.reward.kind, kl_in=kl_in)
 
 
 def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
@@ -138,8 +131,8 @@ def kl_controller(recipe: Recipe) -> FixedKLController | AdaptiveKLController:
     return FixedKLController(kl.coef)
 
 
-def trainer_spec(recipe: Recipe, steps: int) -> TrainerSpec:
-    """The loop around the step."""
+def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] | None = None) -> TrainerSpec:
+    """The loop around the step; `order` is the plan's."""
     return TrainerSpec(
         steps=steps,
         samples_per_prompt=recipe.batch.samples_per_prompt,
@@ -149,4 +142,5 @@ def trainer_spec(recipe: Recipe, steps: int) -> TrainerSpec:
         save_every=recipe.run.save_every,
         critic_warmup=recipe.batch.critic_warmup,
         overlap=recipe.schedule.overlap,
+        order=order or {},
     )

@@ -12,12 +12,10 @@ from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, upd
 from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.live_cluster import live_cluster
-from rolemesh.launch.plan import expected_cluster, plan_on
+from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
-from rolemesh.placement.layout import LayoutError
 from rolemesh.placement.plan import PlacementPlan
-from rolemesh.placement.pools import PlacementError
 
 
 @dataclass
@@ -50,9 +48,10 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     report.problems += [*_vocabularies(checkpoints)]
     try:
         report.plan = _plan(recipe, checkpoints, offline, report)
-    except (RecipeError, PlacementError, LayoutError) as error:
+    except (RecipeError, *PLANNING_ERRORS) as error:
         report.problems.append(f"placement: {error}")
     if report.plan is not None:
+        report.problems += not_runnable(report.plan)
         report.lines += report.plan.summary()
         report.lines += batch_lines(recipe, report.plan)
     return report
@@ -150,7 +149,9 @@ def _heads(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[st
         yield "critic.path is a language model without a value head: set critic.new_head to train a fresh one"
     if labels.get("reward", 1) is None:
         yield "reward.path is a language model without a scalar head: its scores would be random"
-    if "actor" in checkpoints and (size := checkpoints["actor"].shape.n_params) > recipe.rollout.max_params:
+    if recipe.rollout.engine != "hf":
+        yield f"rollout.engine {recipe.rollout.engine} is planned, not run in this version: use engine: hf"
+    elif "actor" in checkpoints and (size := checkpoints["actor"].shape.n_params) > recipe.rollout.max_params:
         yield (
             f"the actor has {size:,} parameters, more than rollout.max_params "
             f"({recipe.rollout.max_params:,}): rollout.engine hf keeps a whole copy in each process; vLLM, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from rolemesh.launch import cli_devices
 from rolemesh.launch.fields import RecipeError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -56,13 +58,19 @@ def options(
 
 
 @main.command()
-def train(recipe_path: RecipePath, overrides: Overrides = None) -> int:
+def train(
+    recipe_path: RecipePath,
+    overrides: Overrides = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Run this plan file, whatever placement the recipe has.")
+    ] = None,
+) -> int:
     """Check a recipe, then train."""
     from rolemesh.launch.check import check_recipe
     from rolemesh.launch.config import load_recipe
     from rolemesh.launch.run_folder import open_run_folder
 
-    recipe = load_recipe(recipe_path, overrides or [])
+    recipe = load_recipe(recipe_path, [*(overrides or []), *_instead(plan)])
     report = check_recipe(recipe)
     print(report.text(), flush=True)
     if report.problems:
@@ -97,6 +105,93 @@ def check(
     return EXIT_BAD_RECIPE if report.problems else EXIT_OK
 
 
+class _PlanCommands(typer.core.TyperGroup):
+    """`plan RECIPE` is short for `plan recipe RECIPE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["recipe", *args]
+        return super().parse_args(ctx, args)
+
+
+planning = typer.Typer(
+    cls=_PlanCommands,
+    help="Where roles go: `plan RECIPE`, `plan diff A B`, `plan --from verl|openrlhf FILE`.",
+    no_args_is_help=True,
+)
+main.add_typer(planning, name="plan")
+
+
+@planning.command("recipe")
+def plan_of_recipe(
+    recipe_path: RecipePath,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the plan (or recipe) to this file.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="Plan for this cluster: a file, or such as '16 x h100x8'.")
+    ] = "",
+    system: Annotated[
+        str,
+        typer.Option("--from", help="RECIPE is a configuration of verl or openrlhf: print it as a recipe."),
+    ] = "",
+    profile: Annotated[
+        list[Path] | None, typer.Option("--profile", help="Measured devices: a file of `rolemesh calibrate`.")
+    ] = None,
+    limit_s: Annotated[
+        float, typer.Option("--limit-s", help="Strategy auto: stop searching after so many seconds.")
+    ] = 60.0,
+    any_software: Annotated[
+        bool, typer.Option("--any-software", help="Also plan what this version's workers cannot run.")
+    ] = False,
+) -> int:
+    """Print where a recipe's roles go; start nothing. The word `recipe` may be left out."""
+    from rolemesh.launch import plan_command
+
+    if system:
+        text = plan_command.imported(system, recipe_path, overrides or [])
+        print(text)
+    else:
+        plan, lines = plan_command.plan_recipe(
+            recipe_path,
+            overrides or [],
+            cluster=cluster,
+            any_software=any_software,
+            limit_s=limit_s,
+            profiles=profile or (),
+        )
+        text = plan.to_yaml().rstrip()
+        print("\n".join(lines))
+    if out is not None:
+        out.write_text(text + "\n")
+    return EXIT_OK
+
+
+PlanPath = Annotated[Path, typer.Argument(help="A plan file.")]
+
+
+@planning.command("diff")
+def plan_diff(one: PlanPath, other: PlanPath) -> int:
+    """Print what differs between two plan files; the exit code is 0 when nothing does, else 1."""
+    from rolemesh.launch.plan_command import diff_files
+
+    lines = diff_files(one, other)
+    print("\n".join(lines) or "no difference")
+    return EXIT_FAILED if lines else EXIT_OK
+
+
+def _instead(plan: Path | None) -> list[str]:
+    """Overrides that put a plan file in the place of the recipe's placement."""
+    if plan is None:
+        return []
+    nothing = [f"placement.{name}=null" for name in ("strategy", "pools", "pin")]
+    return [*nothing, f"placement.plan={json.dumps(str(plan))}"]
+
+
+cli_devices.add_commands(main)
+
+
 @main.command()
 def schema(key: Annotated[str, typer.Argument(help="A key or section, such as actor.optim.")] = "") -> int:
     """Print type, unit, default, meaning and verl's name of the recipe's keys."""
@@ -108,7 +203,7 @@ def schema(key: Annotated[str, typer.Argument(help="A key or section, such as ac
 
 @main.command()
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     address: Annotated[
         str, typer.Option(help="Look at this Ray cluster instead of starting a local one.")
     ] = "",
@@ -117,8 +212,26 @@ def doctor(
     from rolemesh.launch.doctor import examine
 
     report = examine(address or None)
-    print(report.json() if json else report.text())
+    print(report.json() if as_json else report.text())
     return EXIT_FAILED if report.broken else EXIT_OK
+
+
+@main.command("bench")
+def bench_strategies(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A benchmark's spec (YAML).")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write results.json, report.html and plans into this folder.")
+    ] = None,
+) -> int:
+    """Compare placement strategies on models, clusters and workloads: simulated, or really run."""
+    from rolemesh.launch.bench import REPORT, bench
+
+    result = bench(spec, overrides or [], out=out, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    print(result.text())
+    if out is not None:
+        print(f"report: {out / REPORT}")
+    return EXIT_FAILED if any(cell.state == "failed" for cell in result.cells) else EXIT_OK
 
 
 def describe_error(error: BaseException) -> str:

@@ -123,6 +123,11 @@ def _override(item: str) -> Tree:
     return value
 
 
+def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
+    """A recipe's tree that stands in `folder`, so that it can be read elsewhere."""
+    return dict(_normal(Recipe, tree, folder))
+
+
 def _normal(section: type[Section], tree: Any, base: Path) -> Any:
     """Bare values expanded to mappings and paths made absolute; what waits for interpolation stays."""
     if isinstance(tree, str) and "${" in tree:
@@ -157,7 +162,7 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
     is_function = FUNCTION_PATH.search(recipe.reward.path) is not None
     kind: Literal["model", "function"] = recipe.reward.kind or ("function" if is_function else "model")
     strategy = recipe.placement.strategy
-    if not recipe.placement.pools:
+    if not recipe.placement.pools and not recipe.placement.plan:
         strategy = strategy or "colocate"
 
     def tokens(role: Actor | Critic | Ref | Reward) -> int:

@@ -3,33 +3,123 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.request import graph_of, pins_of, request_of
 from rolemesh.launch.schema import Pool, Recipe
-from rolemesh.placement.cluster import ClusterSpec, DeviceKind
+from rolemesh.placement.cluster import ClusterError, ClusterSpec, DeviceKind
 from rolemesh.placement.layout import Layout, LayoutError
+from rolemesh.placement.lengths import LengthsError
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan, make_plan
 from rolemesh.placement.pools import PlacementError
+from rolemesh.placement.roles import RequestError
+from rolemesh.placement.search.pins import PinError
+from rolemesh.placement.workload import WorkloadError
 
 MOST_SLOTS = 64  # worker slots tried on a CPU node whose recipe doesn't say how many
+PLANNING_ERRORS = (
+    PlacementError, LayoutError, ClusterError, RequestError, PinError, WorkloadError, LengthsError,
+)  # fmt: skip
 
 
-def plan_on(recipe: Recipe, cluster: ClusterSpec, shapes: Mapping[str, ModelShape]) -> PlacementPlan:
+def plan_on(
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    shapes: Mapping[str, ModelShape],
+    *,
+    runnable: bool = True,
+    limit_s: float = 60.0,
+) -> PlacementPlan:
     """Pools, nodes and layouts of the recipe on `cluster`; `shapes` are the models of the roles.
 
-    Raises PlacementError or LayoutError with the numbers.
+    `runnable` asks for what our workers can run, not only for what can be planned; a search for the best
+    plan ends after `limit_s` with what it has, and how far that may be from the best.
+    Raises RecipeError or one of PLANNING_ERRORS with the numbers.
     """
-    pools = recipe.placement.pools
-    strategy = {name: _request(pool) for name, pool in pools.items()} or str(recipe.placement.strategy)
+    placement = recipe.placement
+    if placement.plan:
+        return _from_file(recipe, placement.plan, shapes, runnable).on(cluster)
+    if placement.strategy == "auto":
+        from rolemesh.placement.auto import plan_auto
+
+        request = request_of(recipe, cluster, shapes, runnable=runnable)
+        return plan_auto(request, pins=pins_of(recipe), time_limit_s=limit_s)
+    strategy = requested_pools(recipe) or str(placement.strategy)
     layouts = {role: getattr(recipe, role).layout.pins for role in recipe.roles}
-    return make_plan(strategy, recipe.roles, cluster, layouts=layouts, shapes=shapes)
+    return make_plan(strategy, recipe.roles, cluster, layouts=layouts, shapes=shapes, runnable=runnable)
+
+
+def read_plan_file(path: str | Path) -> PlacementPlan:
+    """The plan in a file. Raises RecipeError for none, PlacementError or LayoutError for its text."""
+    try:
+        return PlacementPlan.from_yaml(Path(path).read_text())
+    except OSError as error:
+        raise RecipeError(f"no plan at {path}: {error.strerror}") from error
+    except (PlacementError, LayoutError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _from_file(recipe: Recipe, path: str, shapes: Mapping[str, ModelShape], runnable: bool) -> PlacementPlan:
+    """The plan in a file, checked against roles, models, layouts and step of the recipe."""
+    plan = read_plan_file(path)
+    if set(plan.roles) != set(recipe.roles):
+        raise RecipeError(
+            f"the plan {path} places {', '.join(plan.roles)}; "
+            f"the recipe's roles are {', '.join(recipe.roles)}"
+        )
+    for role in recipe.roles:
+        layout = plan.layouts[role]
+        for name, value in getattr(recipe, role).layout.pins.items():
+            if getattr(layout, name) != value:
+                raise RecipeError(
+                    f"{role}.layout.{name} is {value}, the plan {path} says {getattr(layout, name)}: "
+                    "leave it out of the recipe, or change the plan"
+                )
+        if role in shapes:
+            try:
+                (layout.check if runnable else layout.check_cut)(shapes[role])
+            except LayoutError as error:
+                raise LayoutError(f"role {role!r} of the plan {path}: {error}") from None
+    plan.check_order(graph_of(recipe))
+    return plan
+
+
+def not_runnable(plan: PlacementPlan) -> Iterator[str]:
+    """What the plan asks of our workers that this version does not do."""
+    for role, settings in plan.settings.items():
+        if settings.offload:
+            yield f"the plan offloads {role}, which is not in this version"
+        if settings.recompute == "selective":
+            yield f"the plan recomputes {role} selectively, which is not in this version: use none or full"
+
+
+def as_planned(recipe: Recipe, plan: PlacementPlan) -> Recipe:
+    """The recipe with the settings of the plan: micro-batches (at the longest sequence) and recomputation."""
+    longest = recipe.data.max_prompt_tokens + recipe.lengths.max_response_tokens
+    changed: dict[str, Any] = {}
+    for role, settings in plan.settings.items():
+        section, new = getattr(recipe, role), dict[str, Any]()
+        if settings.micro_batch is not None:
+            key = "max_batch_tokens" if role == "rollout" else "micro_batch_tokens"
+            new[key] = settings.micro_batch * longest
+        if settings.recompute is not None and hasattr(section, "recompute"):
+            new["recompute"] = settings.recompute != "none"
+        changed[role] = replace(section, **new)
+    return replace(recipe, **changed)
 
 
 def expected_cluster(
-    recipe: Recipe, kind: DeviceKind, shapes: Mapping[str, ModelShape], gpus: int = 0
+    recipe: Recipe,
+    kind: DeviceKind,
+    shapes: Mapping[str, ModelShape],
+    gpus: int = 0,
+    *,
+    runnable: bool = True,
 ) -> ClusterSpec:
     """The cluster that the recipe describes; `gpus` are those of this machine, where that is known.
 
@@ -45,13 +135,21 @@ def expected_cluster(
         return uniform(per_node)
     if kind == "cuda":
         raise RecipeError("cluster.per_node is missing: how many GPUs has a node?")
+    if recipe.placement.strategy == "auto":
+        raise RecipeError("cluster.per_node is missing: how many worker slots may strategy auto use?")
     for slots in range(1, MOST_SLOTS + 1):
         with contextlib.suppress(PlacementError, LayoutError):
-            plan_on(recipe, uniform(slots), shapes)
+            plan_on(recipe, uniform(slots), shapes, runnable=runnable)
             return uniform(slots)
-    pinned = max(_pinned_world(recipe, role, shapes) for role in recipe.roles)
-    n_pools = len(recipe.placement.pools) or {"split": 2}.get(str(recipe.placement.strategy), 1)
-    plan_on(recipe, uniform(pinned * n_pools), shapes)  # says what is wrong, on a cluster of the size meant
+    # None will do: say what is wrong on a cluster of the size meant.
+    if recipe.placement.plan:
+        n_devices = read_plan_file(recipe.placement.plan).n_devices
+    else:
+        n_pools = len(recipe.placement.pools) or {"split": 2, "standalone": len(recipe.roles)}.get(
+            str(recipe.placement.strategy), 1
+        )
+        n_devices = max(_pinned_world(recipe, role, shapes) for role in recipe.roles) * n_pools
+    plan_on(recipe, uniform(n_devices), shapes, runnable=runnable)
     raise RecipeError(f"cluster.per_node is missing, and up to {MOST_SLOTS} worker slots are too few")
 
 
@@ -61,6 +159,11 @@ def _pinned_world(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape]) -
     if role in shapes:
         layout.check(shapes[role])
     return layout.world
+
+
+def requested_pools(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The recipe's pools in the words of `make_plan`; empty where a strategy makes them."""
+    return {name: _request(pool) for name, pool in recipe.placement.pools.items()}
 
 
 def _request(pool: Pool) -> dict[str, Any]:

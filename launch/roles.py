@@ -197,14 +197,13 @@ class Reward(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Section):
-    """Generation. The built-in engine holds a whole copy of the actor in each process."""
+    """Generation. The built-in engine `hf` holds a whole copy of the actor in each process."""
 
     scalar: ClassVar[str] = "engine"
 
-    engine: Literal["hf"] = key(
+    engine: Literal["hf", "vllm"] = key(
         "hf",
-        "hf: transformers' generate, fed from the actor's weights.",
-        later={"vllm": "use engine: hf"},
+        "hf: transformers' generate, fed from the actor's weights; vllm: planned, not yet run.",
         verl="actor_rollout_ref.rollout.name",
     )
     layout: LayoutPins = _layout("actor_rollout_ref.rollout")

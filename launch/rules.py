@@ -25,7 +25,7 @@ def check_across(recipe: Recipe) -> None:
             f"batch.samples_per_prompt is {recipe.batch.samples_per_prompt}, but grpo compares the samples "
             "of a prompt: at least 2"
         )
-    for axis in ROLLOUT_AXES:
+    for axis in ROLLOUT_AXES if recipe.rollout.engine == "hf" else ():
         if (size := getattr(recipe.rollout.layout, axis)) not in (None, False, 1):
             raise RecipeError(
                 f"rollout.layout.{axis} is {size}, but rollout.engine hf keeps a whole copy of the model "
@@ -67,8 +67,14 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         mark("run.address joins a running Ray cluster, which has its own", "run.temp_dir")
     if not recipe.data.val_files:
         mark("data.val_files is empty", "data.val_prompts", "run.validate_every")
-    if recipe.placement.pools:
+    if recipe.placement.plan:
+        mark("placement.plan says where every role goes", "placement.strategy", "placement.pools")
+    elif recipe.placement.pools:
         mark("placement.pools says which roles go where", "placement.strategy")
+    if recipe.placement.strategy != "auto":
+        mark("only placement.strategy auto looks for a placement", "placement.pin")
+    if recipe.rollout.engine != "hf":
+        mark("rollout.engine is not hf", "rollout.max_params", "rollout.max_batch_tokens")
     for role in ("actor", "critic"):
         if getattr(recipe, role).optim.decay == "constant":
             mark(f"{role}.optim.decay is constant", f"{role}.optim.min_lr")

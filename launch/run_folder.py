@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rolemesh.launch.config import to_yaml
+from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.schema import Recipe
 
 
@@ -27,3 +31,13 @@ def open_run_folder(recipe: Recipe) -> Path | None:
     )
     (folder / "env.txt").write_text("\n".join(installed) + "\n")
     return moved
+
+
+def write_memory(folder: Path, groups: Iterable[Any]) -> None:
+    """Note the most memory that each rank of the worker groups' pools has held, for `rolemesh report`."""
+    measured = {}
+    for pool, group in {group.resource_pool.name: group for group in groups}.items():
+        answers = [answer for answer in group.memory().values() if not isinstance(answer, str)]
+        if answers:
+            measured[pool] = {"what": answers[0].what, "peak_bytes": [a.peak_bytes for a in answers]}
+    (folder / MEMORY_FILE).write_text(json.dumps(measured, indent=1) + "\n")

@@ -337,21 +337,30 @@ class Pool(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pin(Section):
+    """What the user fixes, wishes or would rather not have, as `actor+ref together` or `critic tp=8`."""
+
+    must: tuple[str, ...] = key((), "Holds in every plan.")
+    prefer: tuple[str, ...] = key((), "Holds unless the step gets over 5% longer.")
+    avoid: tuple[str, ...] = key((), "Does not hold unless the step gets over 5% longer.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement(Section):
-    """Which roles share which devices: a strategy by name, or explicit pools."""
+    """Which roles share which devices: a strategy by name, explicit pools, or a plan file."""
 
     scalar: ClassVar[str] = "strategy"
-    later_keys: ClassVar[Mapping[str, str]] = {"pin": "write the pools you want under placement.pools"}
 
-    strategy: Literal["colocate", "split"] | None = key(
+    strategy: Literal["colocate", "split", "standalone", "auto"] | None = key(
         None,
-        "colocate: every role on all devices; split: actor side on one half, critic side on the other.",
-        shown="colocate, where no pools are given",
-        later={
-            "standalone": "write one pool per role under placement.pools",
-            "auto": "use split or colocate",
-        },
+        "colocate: every role on all devices; split: actor side on one half, critic side on the other; "
+        "standalone: each role on devices of its own; auto: what the planner finds fastest.",
+        shown="colocate, where neither pools nor a plan are given",
     )
+    plan: str | None = key(
+        None, "A plan file, run as it stands: `rolemesh plan --out` writes one.", path=True, shown="none"
+    )
+    pin: Pin = key(Pin, "What strategy auto has to keep to.")
     pools: dict[str, Pool] = key(
         {}, "Pools by name.", verl="resource_pool_spec and mapping of ResourcePoolManager"
     )

@@ -26,20 +26,20 @@ from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.engine.workers.reward import FunctionRewardWorker, RewardWorker
 from rolemesh.engine.workers.rollout import RolloutWorker
 from rolemesh.launch import assemble
-from rolemesh.launch.checkpoints import read_checkpoint
-from rolemesh.launch.plan import plan_on
+from rolemesh.launch.plan import as_planned
 from rolemesh.launch.progress import Progress
+from rolemesh.launch.request import graph_of
+from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterSpec
-from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan
 
 SHOWN = ("critic/score/mean", "val/reward/mean", "actor/pg_loss", "critic/vf_loss", "response_length/mean")
 
 
 def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
-    """Train as the recipe says; `checked` is the plan of its pre-flight check, whose devices a local
-    cluster gets.
+    """Train as the recipe says, placed as in `checked`, the plan of its pre-flight check: on the nodes of
+    the live cluster, or on a local one with as many devices.
 
     The run folder exists. Returns the exit code 0; whatever fails raises, after every process of the run is
     ended.
@@ -49,13 +49,14 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
     loader = PromptLoader(train, recipe.batch.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
     steps = recipe.run.steps if recipe.run.steps is not None else recipe.run.epochs * len(loader)
     with _cluster(recipe, checked) as cluster:
-        plan = plan_on(recipe, cluster, _shapes(recipe))
+        plan = checked.on(cluster)
+        recipe = as_planned(recipe, plan)
         log = RunLog(recipe.run.dir)
         (log.path / "plan.yaml").write_text(plan.to_yaml())
         with Progress(steps) as progress, _worker_groups(recipe, plan, steps, progress) as groups:
             Trainer(
-                spec=assemble.trainer_spec(recipe, steps),
-                graph=assemble.graph_of(recipe),
+                spec=assemble.trainer_spec(recipe, steps, plan.order),
+                graph=graph_of(recipe),
                 groups=groups,
                 prompts=itertools.chain.from_iterable(itertools.repeat(loader)),
                 val_prompts=val,
@@ -67,6 +68,7 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
                 progress=progress,
                 on_step=lambda step, metrics: show_step(progress, step, steps, metrics),
             ).fit()
+            write_memory(log.path, groups.values())
             progress.write(f"actor exported to {log.export_dir(steps, 'actor')} (a Hugging Face folder)")
     return 0
 
@@ -197,7 +199,3 @@ def _worker(recipe: Recipe, role: str, steps: int) -> RayClassWithInitArgs:
     if role == "critic":
         return RayClassWithInitArgs(CriticWorker, spec, assemble.value_loss(recipe))
     return RayClassWithInitArgs({"ref": RefWorker, "reward": RewardWorker}[role], spec)
-
-
-def _shapes(recipe: Recipe) -> dict[str, ModelShape]:
-    return {r: read_checkpoint(getattr(recipe, r).path).shape for r in recipe.roles if r != "rollout"}

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolemesh.placement.hints import did_you_mean
-from rolemesh.placement.model import ModelShape
+from rolemesh.placement.model import Experts, ModelShape
+
+
+_AXES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 
 
 class LayoutError(ValueError):
@@ -87,7 +90,7 @@ class Layout:
 
     def sizes(self) -> dict[str, int]:
         """Every axis and its size, without the switches."""
-        return {name: value for name, value in asdict(self).items() if name != "sequence_parallel"}
+        return {name: getattr(self, name) for name in _AXES}
 
     def coords(self, rank: int) -> Coords:
         """Position of `rank` in the grid."""
@@ -118,18 +121,44 @@ class Layout:
         return self.grid[:, dp_rank]
 
     def check(self, shape: ModelShape) -> None:
-        """Raise LayoutError when a model of this shape cannot be cut so, naming the sizes that would do."""
+        """Raise LayoutError when the workers cannot run a model of this shape so, naming what would do."""
+        if shape.not_runnable:
+            raise LayoutError(shape.not_runnable)
         for name in ("cp", "ep", "etp", "vpp"):
             if getattr(self, name) > 1:
                 raise LayoutError(f"{name}={getattr(self, name)} is not supported yet: use {name}=1")
-        if self.pp > shape.n_layers:
-            raise LayoutError(
-                f"pp={self.pp} leaves stages without a layer: the model has {shape.n_layers} layers"
-            )
+        self.check_cut(shape)
+
+    def check_cut(self, shape: ModelShape) -> None:
+        """Raise LayoutError when megatron-core could not cut a model of this shape so, run or not.
+
+        This is what planning asks; `check` is what running asks.
+        """
+        if self.pp * self.vpp > shape.n_layers:
+            parts = f"pp={self.pp}" + (f" x vpp={self.vpp}" if self.vpp > 1 else "")
+            raise LayoutError(f"{parts} leaves stages without a layer: the model has {shape.n_layers} layers")
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(f"vpp={self.vpp} interleaves pipeline stages: it needs pp > 1")
+        if reason := self._experts_fault(shape.moe):
+            raise LayoutError(reason)
         if reason := _tp_fault(self.tp, shape):
             devices = self.world // (self.pp * self.cp)
             whose = f"{devices} devices" if self.pp == 1 else f"{devices} devices of a pipeline stage"
             raise LayoutError(f"tp={self.tp} {reason}; legal tp for {whose}: {_legal_tp(shape, devices)}")
+
+    def _experts_fault(self, moe: Experts | None) -> str | None:
+        """Why `ep` and `etp` cannot cut the experts, or None."""
+        if moe is None:
+            axes = [f"{name}={getattr(self, name)}" for name in ("ep", "etp") if getattr(self, name) > 1]
+            return f"{', '.join(axes)} cuts experts, and the model has none" if axes else None
+        if moe.n % self.ep:
+            return f"ep={self.ep} does not divide the {moe.n} experts"
+        if moe.ffn % self.etp:
+            return f"etp={self.etp} does not divide an expert's {moe.ffn} feed-forward columns"
+        stage = self.tp * self.cp * self.dp
+        if stage % (self.ep * self.etp):
+            return f"ep={self.ep} x etp={self.etp} does not divide the {stage} ranks of a pipeline stage"
+        return None
 
     def __str__(self) -> str:
         cut = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
@@ -160,7 +189,7 @@ def _tp_fault(tp: int, shape: ModelShape) -> str | None:
         return f"does not divide the {shape.n_heads} attention heads"
     if shape.n_kv_heads % tp and tp % shape.n_kv_heads:
         return f"neither divides the {shape.n_kv_heads} KV heads nor is a multiple of them"
-    if shape.ffn % tp:
+    if shape.n_dense_layers and shape.ffn % tp:
         return f"does not divide the {shape.ffn} feed-forward columns"
     return None
 

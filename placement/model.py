@@ -6,46 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolemesh.placement.families import FAMILIES, read_config
+from rolemesh.placement.modules import Experts, LatentAttention, ModelError, check_sizes
 
-class ModelError(ValueError):
-    """A model configuration that is incomplete or of a kind that is not supported."""
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What the model type alone decides. `attention_bias` None: the configuration's key of that name does."""
-
-    attention_bias: bool | None = None
-    out_bias: bool = True  # the attention bias covers the output projection too
-    mlp_bias: bool = False  # the configuration's `mlp_bias` counts
-    qk_norm: bool = False
-    head_dim: int | None = None  # where the configuration leaves it out; None: hidden / heads
-
-
-FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(mlp_bias=True),
-    "qwen2": _Family(attention_bias=True, out_bias=False),
-    "qwen3": _Family(qk_norm=True, head_dim=128),
-}
-
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-_ROPE_KINDS = ("default", "llama3")
+__all__ = ["Experts", "LatentAttention", "ModelError", "ModelShape", "padded_vocab", "stage_layers"]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and switches of a decoder with RMSNorm, rotary positions and a SwiGLU feed-forward.
+    """Sizes and switches of a decoder; by default with RMSNorm, rotary positions, SwiGLU feed-forward.
 
     `n_labels` is None for a language model; for a classification head it is its width, and
     `label_bias` says whether it has a bias. `rope_scaling` holds the configuration's mapping
-    (`rope_type: llama3`), None when positions are not scaled.
+    (`rope_type: llama3`), None when positions are not scaled. `window`: tokens that attention looks back.
+
+    `moe` and `latent` describe a mixture of experts and latent attention (`head_dim` is then that of
+    queries and keys). `gated`, `learned_positions` (a table of `max_positions` rows) and `norm_bias`
+    (LayerNorm) tell models like GPT-3 apart, see `gpt`.
     """
 
     family: str
@@ -67,61 +44,178 @@ class ModelShape:
     norm_eps: float = 1e-6
     n_labels: int | None = None
     label_bias: bool = False
+    gated: bool = True
+    learned_positions: bool = False
+    norm_bias: bool = False
+    window: int | None = None
+    moe: Experts | None = None
+    latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "head_dim", "vocab", "max_positions")
-        for name in sizes:
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ModelError(f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}")
+        check_sizes(
+            self, "n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "head_dim", "vocab", "max_positions"
+        )
         if self.n_heads % self.n_kv_heads:
             raise ModelError(f"{self.n_heads} attention heads cannot share {self.n_kv_heads} KV heads evenly")
+        if self.moe and not set(self.moe.dense_layers) <= set(range(self.n_layers)):
+            raise ModelError(f"dense layers {self.moe.dense_layers} are not among the {self.n_layers} layers")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read a `config.json` of transformers 4 or 5.
 
+        Layers for multi-token prediction are left out, as transformers leaves them out of the model.
         Raises ModelError for a model type, activation, rope or attention kind that is not supported,
         and for a missing size.
         """
-        family = _family(config)
-        _refuse_other_maths(config)
-        rope = _rope(config)
-        n_labels, label_bias = _head(config)
-        hidden, n_heads = config["hidden_size"], config["num_attention_heads"]
-        attention_bias = family.attention_bias
-        if attention_bias is None:
-            attention_bias = bool(config.get("attention_bias", False))
+        return cls(**read_config(config))
+
+    @classmethod
+    def gpt(
+        cls,
+        n_layers: int,
+        hidden: int,
+        n_heads: int,
+        vocab: int,
+        max_positions: int,
+        *,
+        ffn: int = 0,
+        bias: bool = True,
+        learned_positions: bool = True,
+        tied: bool = True,
+    ) -> ModelShape:
+        """A model like GPT-3: LayerNorm, a plain feed-forward of `ffn` columns (0: four times `hidden`)."""
         return cls(
-            family=config["model_type"],
-            n_layers=config["num_hidden_layers"],
-            hidden=hidden,
-            ffn=config["intermediate_size"],
-            n_heads=n_heads,
-            n_kv_heads=config.get("num_key_value_heads") or n_heads,
-            head_dim=config.get("head_dim") or family.head_dim or hidden // n_heads,
-            vocab=config["vocab_size"],
-            max_positions=config["max_position_embeddings"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias,
-            out_bias=attention_bias and family.out_bias,
-            mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
-            qk_norm=family.qk_norm,
-            rope_theta=float(rope["rope_theta"]),
-            rope_scaling=None if rope["rope_type"] == "default" else rope,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            n_labels=n_labels,
-            label_bias=label_bias,
+            "gpt",
+            n_layers,
+            hidden,
+            ffn or 4 * hidden,
+            n_heads,
+            n_heads,
+            hidden // n_heads,
+            vocab,
+            max_positions,
+            tied=tied,
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=bias,
+            norm_bias=bias,
+            gated=False,
+            learned_positions=learned_positions,
         )
 
     @property
-    def layer_params(self) -> int:
-        """Parameters of one decoder layer."""
+    def not_runnable(self) -> str | None:
+        """Why the workers cannot build this model (planning for it is possible), or None when they can."""
+        runnable = [name for name, family in FAMILIES.items() if family.runnable]
+        if self.family not in runnable:
+            return (
+                f"{self.family} models can be planned for but not run yet: "
+                f"the workers build {', '.join(runnable)}"
+            )
+        other = {
+            "a mixture of experts": self.moe,
+            "latent attention": self.latent,
+            "sliding-window attention": self.window,
+            "a feed-forward without gate": not self.gated,
+            "learned positions": self.learned_positions,
+            "norms with biases": self.norm_bias,
+        }
+        if asked := [what for what, there in other.items() if there]:
+            return f"{self.family} with {', '.join(asked)} cannot be run"
+        return None
+
+    def check_runnable(self) -> None:
+        """Raise ModelError when the workers cannot build this model."""
+        if self.not_runnable:
+            raise ModelError(self.not_runnable)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers, counted from 0, whose feed-forward is a mixture of experts."""
+        if self.moe is None:
+            return ()
+        return tuple(sorted(set(range(self.n_layers)) - set(self.moe.dense_layers)))
+
+    @property
+    def n_dense_layers(self) -> int:
+        """Layers with a dense feed-forward."""
+        return self.n_layers - len(self.moe_layers)
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one layer's attention, the norms inside of it included."""
+        if self.latent:
+            return self._latent_params(self.latent)
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        attention = self.hidden * (q + 2 * kv) + q * self.hidden
+        weights = self.hidden * (q + 2 * kv) + q * self.hidden
         biases = self.qkv_bias * (q + 2 * kv) + self.out_bias * self.hidden
-        mlp_biases = self.mlp_bias * (2 * self.ffn + self.hidden)
-        norms = 2 * self.hidden + self.qk_norm * 2 * self.head_dim
-        return attention + biases + 3 * self.hidden * self.ffn + mlp_biases + norms
+        return weights + biases + self.qk_norm * 2 * self.head_dim
+
+    def _latent_params(self, latent: LatentAttention) -> int:
+        q = self.n_heads * self.head_dim
+        if latent.q_rank is None:
+            query = self.hidden * q
+        else:
+            query = latent.q_rank * (self.hidden + self.qkv_bias + 1 + q)  # down, its bias, norm, up
+        down = latent.kv_rank + latent.rope_dim
+        keys = down * (self.hidden + self.qkv_bias) + latent.kv_rank  # the norm's
+        keys += latent.kv_rank * self.n_heads * (latent.nope_dim + latent.v_dim)
+        return query + keys + self.hidden * (self.n_heads * latent.v_dim + self.out_bias)
+
+    @property
+    def cached_values(self) -> int:
+        """Values that the KV cache holds per token and layer, over all heads."""
+        if self.latent:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return 2 * self.n_kv_heads * self.head_dim
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden * (1 + self.norm_bias)
+
+    @property
+    def ffn_params(self) -> int:
+        """Parameters of one dense feed-forward."""
+        return self._mlp_params(self.ffn) + self.mlp_bias * ((1 + self.gated) * self.ffn + self.hidden)
+
+    def _mlp_params(self, columns: int) -> int:
+        return (2 + self.gated) * self.hidden * columns
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert; 0 without experts."""
+        return self._mlp_params(self.moe.ffn) if self.moe else 0
+
+    @property
+    def shared_params(self) -> int:
+        """Parameters of one layer's shared experts with their gate, and of its router; 0 without experts."""
+        if self.moe is None:
+            return 0
+        return self._mlp_params(self.moe.shared_ffn) + self.hidden * (self.moe.shared_gate + self.moe.n)
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one decoder layer with a dense feed-forward."""
+        return self.attention_params + self.ffn_params + 2 * self.norm_params
+
+    @property
+    def moe_layer_params(self) -> int:
+        """Parameters of one decoder layer with a mixture of experts; 0 without experts."""
+        if self.moe is None:
+            return 0
+        return (
+            self.attention_params
+            + 2 * self.norm_params
+            + self.shared_params
+            + self.moe.n * self.expert_params
+        )
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters before the first layer: tokens, and positions where they are learned."""
+        return (self.vocab + self.learned_positions * self.max_positions) * self.hidden
 
     @property
     def head_params(self) -> int:
@@ -133,7 +227,14 @@ class ModelShape:
     @property
     def n_params(self) -> int:
         """Parameters of the whole model, a shared matrix counted once, vocabulary not padded."""
-        return self.vocab * self.hidden + self.n_layers * self.layer_params + self.hidden + self.head_params
+        layers = self.n_dense_layers * self.layer_params + len(self.moe_layers) * self.moe_layer_params
+        return self.embedding_params + layers + self.norm_params + self.head_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token passes: all but the routed experts it is not sent to."""
+        idle = self.moe.n - self.moe.top_k if self.moe else 0
+        return self.n_params - len(self.moe_layers) * idle * self.expert_params
 
 
 def stage_layers(n_layers: int, pp: int) -> list[int]:
@@ -148,49 +249,3 @@ def padded_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
     """Rows of the whole embedding once every tp rank holds the same multiple of `multiple` rows."""
     step = tp * multiple
     return -(-vocab // step) * step
-
-
-def _family(config: Mapping[str, Any]) -> _Family:
-    model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
-        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if missing := [key for key in _REQUIRED if key not in config]:
-        raise ModelError(f"the {model_type} configuration lacks {', '.join(missing)}")
-    return FAMILIES[model_type]
-
-
-def _refuse_other_maths(config: Mapping[str, Any]) -> None:
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported: only silu is")
-    windowed = config.get("use_sliding_window") and (
-        config.get("sliding_window") is not None
-        and config.get("max_window_layers", 0) < config["num_hidden_layers"]
-    )
-    if windowed or "sliding_attention" in (config.get("layer_types") or ()):
-        raise ModelError("sliding-window attention is not supported: set use_sliding_window to false")
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope parameters with `rope_type` and `rope_theta`, from either generation of transformers."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    if rope["rope_type"] not in _ROPE_KINDS:
-        raise ModelError(
-            f"rope scaling {rope['rope_type']!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"
-        )
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelError(
-            f"partial_rotary_factor {partial} is not supported: every head dimension must rotate"
-        )
-    return rope
-
-
-def _head(config: Mapping[str, Any]) -> tuple[int | None, bool]:
-    """(n_labels, label_bias) of the head in `architectures`; transformers writes no list for 2 labels."""
-    architecture = (config.get("architectures") or ["ForCausalLM"])[0]
-    if not architecture.endswith(("ForSequenceClassification", "ForTokenClassification")):
-        return None, False
-    n_labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
-    return n_labels, architecture.endswith("ForTokenClassification")

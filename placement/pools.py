@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind, NodeSpec
+from rolemesh.placement.hardware import canonical
 from rolemesh.placement.hints import did_you_mean
 from rolemesh.placement.packing import Room, search
 
@@ -57,7 +58,7 @@ class Where:
         """Whether a process may run on `node`, capacity aside."""
         return (
             node.alive
-            and (not self.device or self.device == node.device_type)
+            and (not self.device or canonical(self.device) == canonical(node.device_type))
             and all(node.labels.get(key) == str(value) for key, value in self.labels.items())
             and all(node.resources.get(name, 0) > 0 for name in self.resources_per_worker)
             and (not self.node_ip or self.node_ip in (node.address, node.name))

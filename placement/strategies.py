@@ -67,6 +67,44 @@ def split(roles: Sequence[str], cluster: ClusterSpec) -> tuple[PoolSpec, ...]:
     return _pool("actor_side", sides[0], halves[0], cluster), _pool(name, sides[1], halves[1], cluster)
 
 
+@register_strategy("standalone")
+def standalone(roles: Sequence[str], cluster: ClusterSpec) -> tuple[PoolSpec, ...]:
+    """Each role alone on devices of its own, in a pool named after it, as evenly as whole nodes allow.
+
+    With at least as many nodes as roles everyone gets whole nodes, the first roles one more where they do
+    not divide. With fewer, roles are spread over the nodes, each on the node where most devices are left for
+    it, and share that node evenly, the first ones one device more.
+    """
+    if cluster.n_devices < len(roles):
+        raise PlacementError(
+            f"standalone gives each of the {len(roles)} roles ({', '.join(roles)}) a device of its own, "
+            f"there are {cluster.n_devices}: use colocate or split. Nodes:\n{cluster.table()}",
+            wanted=len(roles),
+            present=cluster.n_devices,
+        )
+    nodes = [node.devices for node in cluster.usable]
+    if len(nodes) >= len(roles):
+        ends = [sum(_even(len(nodes), len(roles))[: i + 1]) for i in range(len(roles))]
+        counts = [nodes[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+    else:
+        counts = _shared_nodes(nodes, len(roles))
+    return tuple(_pool(role, [role], entry, cluster) for role, entry in zip(roles, counts, strict=True))
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """`total` in `parts` whole numbers that differ by at most 1, the larger ones first."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def _shared_nodes(nodes: Sequence[int], n_roles: int) -> list[list[int]]:
+    """Devices of each role where nodes are fewer than roles: consecutive roles on a node."""
+    on = [0] * len(nodes)
+    for _ in range(n_roles):
+        best = max(range(len(nodes)), key=lambda i: (nodes[i] / (on[i] + 1), -i))
+        on[best] += 1
+    return [[count] for devices, n in zip(nodes, on, strict=True) if n for count in _even(devices, n)]
+
+
 def explicit_pools(
     pools: Mapping[str, Mapping[str, Any]], roles: Sequence[str], cluster: ClusterSpec
 ) -> tuple[PoolSpec, ...]:
@@ -118,10 +156,10 @@ def check_roles(pools: Mapping[str, Sequence[str]], roles: Sequence[str]) -> Non
 
 
 def _pool(name: str, roles: Sequence[str], counts: Sequence[int], cluster: ClusterSpec) -> PoolSpec:
-    return PoolSpec(name, tuple(roles), tuple(counts), cluster.device_kind, _cpus_per_process(cluster))
+    return PoolSpec(name, tuple(roles), tuple(counts), cluster.device_kind, cpus_per_process(cluster))
 
 
-def _cpus_per_process(cluster: ClusterSpec) -> float:
+def cpus_per_process(cluster: ClusterSpec) -> float:
     """One CPU per process, or an equal fraction where a node has fewer CPUs than devices."""
     fraction = min((node.cpus / node.devices for node in cluster.usable), default=1.0)
     return 1.0 if fraction >= 1 else math.floor(fraction * 10_000) / 10_000  # Ray counts in 1/10000
@@ -161,7 +199,7 @@ def _roles(request: Mapping[str, Any]) -> tuple[str, ...]:
 def _requested(
     name: str, request: Mapping[str, Any], counts: Sequence[int], cluster: ClusterSpec
 ) -> PoolSpec:
-    cpus = float(request.get("cpus_per_process", _cpus_per_process(cluster)))
+    cpus = float(request.get("cpus_per_process", cpus_per_process(cluster)))
     where = Where.from_keys(name, request.get("where", {}))
     return PoolSpec(name, _roles(request), tuple(counts), cluster.device_kind, cpus, where)
 

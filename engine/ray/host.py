@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,14 @@ class HostState:
     seconds: float
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The most that a process has held so far; `what` says of which memory."""
+
+    peak_bytes: int
+    what: str
+
+
 class Host:
     """Body of the actor; `run` has the compute thread, the rest may be called while it is busy."""
 
@@ -184,6 +193,14 @@ class Host:
         if operation is None:
             return HostState(None, 0.0)
         return HostState(operation[0], time.monotonic() - operation[1])
+
+    def memory(self) -> HostMemory:
+        """On a GPU what torch's allocator gave out; on a CPU the whole process, its libraries included."""
+        if self._place.device == "cuda":
+            return HostMemory(torch.cuda.max_memory_allocated(), "torch's allocator")
+        status = Path("/proc/self/status").read_text()
+        (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+        return HostMemory(int(peak) * 1024, "resident memory, libraries included")
 
     def stacks(self) -> str:
         """The Python stack of every thread, the computing one first."""

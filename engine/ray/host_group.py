@@ -76,6 +76,11 @@ class HostGroup:
         asked = {rank: self._control(rank, "state") for rank in range(len(self._hosts))}
         return self._answers(asked, timeout_s)
 
+    def memory(self, timeout_s: float = _CONTROL_S) -> dict[int, Any]:
+        """The most each process has held (`HostMemory`), by rank; a message where one does not answer."""
+        asked = {rank: self._control(rank, "memory") for rank in range(len(self._hosts))}
+        return self._answers(asked, timeout_s)
+
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank (each on its own node)."""

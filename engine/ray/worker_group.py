@@ -110,6 +110,10 @@ class RayWorkerGroup:
         """What every rank is doing (`HostState`), also while it computes."""
         return self._hosts().states()
 
+    def memory(self) -> dict[int, Any]:
+        """The most that every rank's process has held so far (`HostMemory`)."""
+        return self._hosts().memory()
+
     def _call(
         self,
         method: str,

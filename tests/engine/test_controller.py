@@ -114,6 +114,31 @@ def test_an_operation_starts_when_what_it_reads_is_there_and_gets_just_that(over
     assert (calls.most_at_once() > 1) is overlap
 
 
+@pytest.mark.parametrize(
+    "order", [("ref_log_prob", "values", "reward", "old_log_prob"), ("reward", "old_log_prob", "values")]
+)
+def test_a_plans_order_decides_what_is_handed_over_first(order: tuple[str, ...]):
+    calls = Calls(GRAPH)
+    run(
+        calls,
+        order={"a pool": ("generate", *order), "another": ("advantage", "update_actor", "update_critic")},
+    )
+    started = [method for event, method in calls.log if event == "start"]
+    methods = [GRAPH[name].method for name in (*order, "advantage", "update_actor", "update_critic")]
+    assert [method for method in started if method in methods] == methods
+
+
+def test_an_order_also_holds_for_a_part_of_the_step():
+    part = GRAPH.select(["generate", "reward"])
+    calls = Calls(GRAPH)
+    order = {"a pool": ("values", "generate", "old_log_prob", "reward")}
+    Controller(part, calls.groups, order=order).run(columns(*part.inputs))
+    assert [method for event, method in calls.log if event == "start"] == [
+        "generate_sequences",
+        "compute_rm_score",
+    ]
+
+
 def test_progress_counts_the_operations_of_the_step():
     progress = Counted()
     run(Calls(GRAPH), progress=progress)

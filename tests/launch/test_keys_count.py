@@ -63,6 +63,8 @@ CHANGES = {
     "critic.path": "other_scorer",
     "ref.path": "other",
     "reward.path": "other_scorer",
+    "placement.plan": "none.yaml",
+    **{f"placement.pin.{strength}": "[actor sideways]" for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.roles": "[actor, rollout]",
     "placement.pools.NAME.share": "1/4",
     "placement.pools.NAME.devices": "3",
@@ -75,6 +77,7 @@ CHANGES = {
 }
 # Keys that go with another, or take the place of one.
 WITH = {
+    **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],
     "placement.pools.NAME.nodes": ["placement.pools.NAME.devices=null", "placement.pools.NAME.per_node=1"],
     "placement.pools.NAME.per_node": ["placement.pools.NAME.devices=null", "placement.pools.NAME.nodes=1"],
@@ -146,8 +149,7 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         patch.chdir(folder)  # overrides are relative to the working directory
         patch.setattr(AutoTokenizer, "from_pretrained", functools.cache(AutoTokenizer.from_pretrained))
         patch.setattr(check, "live_cluster", lambda address: LIVE)
-        for module in (check, train):
-            patch.setattr(module, "read_checkpoint", functools.cache(module.read_checkpoint))
+        patch.setattr(check, "read_checkpoint", functools.cache(check.read_checkpoint))
         yield run
 
 

@@ -143,7 +143,7 @@ def test_steps_and_epochs_exclude_each_other():
     "override",
     [
         "run.resume=auto", "run.keep_last=2", "ref.stream=true", "reward.kind=remote",
-        "reward.endpoints=[a]", "rollout.engine=vllm", "placement.pin={}", "schedule.staleness=1",
+        "reward.endpoints=[a]", "schedule.staleness=1",
         "placement.pools.actor_side.python=py",
     ],
 )  # fmt: skip

@@ -1,11 +1,12 @@
 """Rank arithmetic against brute force over coordinates, and messages that hold the legal values."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 from rolemesh.placement.layout import Coords, Layout, LayoutError
-from rolemesh.placement.model import ModelShape
+from rolemesh.placement.model import Experts, ModelShape
 
 LAYOUTS = [Layout(tp=tp, cp=cp, dp=dp, pp=pp) for tp, cp, dp, pp in itertools.product((1, 2, 3), repeat=4)]
 SHAPE_40_8 = ModelShape("qwen2", 4, 5120, 13_824, 40, 8, 128, 1000, 2048)
@@ -125,3 +126,35 @@ def test_axes_that_are_not_built_yet_are_refused(axis):
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(LayoutError, match=r"pp=5 .* the model has 4 layers"):
         Layout(pp=5).check(SHAPE_40_8)
+
+
+EXPERTS = Experts(n=8, top_k=2, ffn=96)
+MIXTURE = ModelShape("mixtral", 8, 64, 100, 8, 4, 8, 1000, 512, moe=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(ep=3, dp=3), "ep=3 does not divide the 8 experts"),
+        (Layout(ep=8, dp=4), "ep=8 x etp=1 does not divide the 4 ranks of a pipeline stage"),
+        (Layout(ep=4, etp=2, dp=4), "ep=4 x etp=2 does not divide the 4 ranks"),
+        (Layout(etp=5, dp=5), "etp=5 does not divide an expert's 96"),
+        (Layout(pp=4, vpp=3), "pp=4 x vpp=3 leaves stages without a layer: the model has 8 layers"),
+        (Layout(vpp=2), "vpp=2 interleaves pipeline stages: it needs pp > 1"),
+        (Layout(tp=16), "tp=16 does not divide the 8 attention heads"),
+    ],
+    ids=str,
+)
+def test_planning_asks_only_whether_the_model_can_be_cut(layout, message):
+    with pytest.raises(LayoutError, match=message):
+        layout.check_cut(MIXTURE)
+
+
+def test_what_is_planned_for_may_be_more_than_what_runs():
+    layout = Layout(tp=8, cp=2, dp=2, pp=2, vpp=4, ep=8, etp=2)  # tp does not divide ffn: no layer is dense
+    layout.check_cut(MIXTURE)
+    with pytest.raises(LayoutError, match="mixtral models can be planned for but not run yet"):
+        layout.check(MIXTURE)
+    dense = dataclasses.replace(MIXTURE, moe=None)
+    with pytest.raises(LayoutError, match="ep=8, etp=2 cuts experts, and the model has none"):
+        layout.check_cut(dense)

@@ -184,3 +184,29 @@ def test_strategies_are_known_by_name():
         register_strategy("split")(lambda roles, cluster: ())
     with pytest.raises(PlacementError, match="no node has a device"):
         named_pools("colocate", PPO, _nodes(0))
+
+
+@pytest.mark.parametrize(
+    ("devices", "each"),
+    [
+        ((1,) * 5, [(1,)] * 5),
+        ((8,) * 5, [(8,)] * 5),
+        ((8,) * 16, [(8,) * 4, *[(8,) * 3] * 4]),
+        ((8,), [(2,), (2,), (2,), (1,), (1,)]),
+        ((8, 8), [(3,), (3,), (2,), (4,), (4,)]),
+        ((8, 2), [(2,), (2,), (2,), (2,), (2,)]),
+        ((8, 8, 8, 8), [(4,), (4,), (8,), (8,), (8,)]),
+    ],
+)
+def test_standalone_gives_each_role_devices_of_its_own_on_whole_nodes_where_there_are_enough(devices, each):
+    cluster = _nodes(*devices)
+    pools = named_pools("standalone", PPO, cluster)
+    assert [pool.roles for pool in pools] == [(role,) for role in PPO]
+    assert [pool.name for pool in pools] == list(PPO)
+    assert [pool.process_on_nodes for pool in pools] == each
+    assert not any(fit_pools(pools, cluster).free(cluster).values())
+
+
+def test_standalone_says_how_many_devices_it_lacks():
+    with pytest.raises(PlacementError, match=r"the 5 roles .* there are 4: use colocate or split"):
+        named_pools("standalone", PPO, _nodes(2, 2))

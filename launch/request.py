@@ -1,0 +1,120 @@
+"""A recipe as the planner's input: step graph, roles, workload, pins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.schema import Recipe
+from rolemesh.placement.cluster import ClusterSpec
+from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.lengths import Fixed, Lengths
+from rolemesh.placement.model import ModelShape
+from rolemesh.placement.roles import PlanRequest, RoleRequest
+from rolemesh.placement.search.pins import Pin, PinError, Strength
+from rolemesh.placement.steps import step_graph
+from rolemesh.placement.workload import Workload
+
+_PIN = re.compile(r"\s*(?P<roles>\w+(?:\s*[,+]\s*\w+)*)\s+(?P<what>\w+)\s*(?:=\s*(?P<value>\S.*))?")
+_TEXT = ("device_type", "label")  # pins whose value is text as it stands
+
+
+def graph_of(recipe: Recipe) -> StepGraph:
+    """The step graph of the recipe's algorithm."""
+    kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
+    return step_graph(recipe.algorithm.name, reference=recipe.has_ref, reward=recipe.reward.kind, kl_in=kl_in)
+
+
+def workload_of(recipe: Recipe) -> Workload:
+    """What a step has to do; prompts count as long as allowed."""
+    batch, expect = recipe.batch, recipe.lengths.expect
+    lengths: dict[str, Any] = {"max_response_tokens": recipe.lengths.max_response_tokens}
+    if expect is not None:
+        lengths["expect"] = {"kind": expect.kind, "mean": expect.mean, "p95": expect.p95}
+    return Workload(
+        prompts=batch.prompts,
+        prompt_lengths=Fixed(float(recipe.data.max_prompt_tokens)),
+        response_lengths=Lengths.from_keys(lengths),
+        algorithm=recipe.algorithm.name,
+        samples_per_prompt=batch.samples_per_prompt,
+        mini_batch_samples=batch.mini_batch_samples,
+        epochs=batch.epochs,
+        micro_batch_tokens=batch.micro_batch_tokens if "batch.micro_batch_tokens" in recipe.given else None,
+    )
+
+
+def request_of(
+    recipe: Recipe,
+    cluster: ClusterSpec,
+    shapes: Mapping[str, ModelShape],
+    *,
+    runnable: bool = True,
+    defaults: bool = False,
+) -> PlanRequest:
+    """What the planner is asked; what the recipe leaves to its default is left to the planner.
+
+    With `defaults` the recipe's defaults count too: what is planned is just what a run would do.
+    Raises RecipeError for a role whose model is not known.
+    """
+    if missing := [role for role in recipe.roles if role != "rollout" and role not in shapes]:
+        raise RecipeError(f"the planner needs the config.json of every model: {', '.join(missing)} has none")
+    return PlanRequest(
+        graph_of(recipe),
+        {role: _role(recipe, role, shapes, defaults) for role in recipe.roles},
+        workload_of(recipe),
+        cluster,
+        runnable=runnable,
+    )
+
+
+def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults: bool) -> RoleRequest:
+    section = getattr(recipe, role)
+
+    def given(name: str, *also: str) -> Any:
+        """The section's value where the recipe says it, here or by one of the keys in `also`."""
+        written = defaults or any(path in recipe.given for path in (f"{role}.{name}", *also))
+        return getattr(section, name, None) if written else None
+
+    recompute = given("recompute")
+    if role == "rollout":
+        return RoleRequest(
+            shapes["actor"],
+            recipe.actor.dtype,
+            section.layout.pins,
+            engine="hf" if section.engine == "hf" else "paged",
+            micro_batch_tokens=given("max_batch_tokens"),
+        )
+    return RoleRequest(
+        shapes[role],
+        section.dtype,
+        section.layout.pins,
+        micro_batch_tokens=given("micro_batch_tokens", "batch.micro_batch_tokens"),
+        recompute=None if recompute is None else "full" if recompute else "none",
+    )
+
+
+def pins_of(recipe: Recipe) -> list[Pin]:
+    """The pins of `placement.pin`. Raises RecipeError for a line that cannot be read."""
+    pins = []
+    strengths: tuple[Strength, ...] = ("must", "prefer", "avoid")
+    for strength in strengths:
+        for line in getattr(recipe.placement.pin, strength):
+            try:
+                pins.append(_pin(line, strength))
+            except PinError as error:
+                raise RecipeError(f"placement.pin.{strength}: {error}") from None
+    return pins
+
+
+def _pin(line: str, strength: Strength) -> Pin:
+    match = _PIN.fullmatch(line.rstrip())
+    if match is None:
+        raise PinError(
+            f"{line!r} is no pin: write `actor+ref together`, `actor+critic apart` or `critic tp=8`"
+        )
+    roles, what, value = tuple(re.split(r"\s*[,+]\s*", match["roles"])), match["what"], match["value"]
+    return Pin(roles, what, value if value is None or what in _TEXT else yaml.safe_load(value), strength)

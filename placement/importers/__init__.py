@@ -1,0 +1,27 @@
+"""Configurations of other systems as recipes: the workload and the placement they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rolemesh.placement.importers.openrlhf import import_openrlhf
+from rolemesh.placement.importers.settings import ForeignConfigError, Ignored, Imported
+from rolemesh.placement.importers.verl import import_verl
+
+IMPORTERS: Mapping[str, Callable[[str, Sequence[str]], Imported]] = {
+    "verl": import_verl,
+    "openrlhf": import_openrlhf,
+}
+
+
+def import_config(system: str, text: str, overrides: Sequence[str] = ()) -> Imported:
+    """The configuration in `text`, and overrides in that system's form, as a recipe of ours.
+
+    Raises ForeignConfigError for an unknown system, and for text and values that cannot be read.
+    """
+    if system not in IMPORTERS:
+        raise ForeignConfigError(f"no importer for {system!r} (there are: {', '.join(IMPORTERS)})")
+    return IMPORTERS[system](text, overrides)
+
+
+__all__ = ["IMPORTERS", "ForeignConfigError", "Ignored", "Imported", "import_config"]

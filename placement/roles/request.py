@@ -1,0 +1,145 @@
+"""What is to be planned: the step, each role's model and what is fixed of it, the workload, the cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rolemesh.placement.cluster import ClusterSpec
+from rolemesh.placement.costs import Recompute, RoleOption
+from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.model import ModelShape
+from rolemesh.placement.timing.transfer import Remote
+from rolemesh.placement.workload import Workload
+
+Engine = Literal["hf", "paged"]
+REFERENCES = ("ref",)
+SCALAR_HEADS = ("critic", "reward")
+
+
+class RequestError(ValueError):
+    """Roles that do not match the step; the message names them."""
+
+
+@dataclass(frozen=True)
+class RoleRequest:
+    """One role's model and what the user fixed of how it runs; None leaves it to the planner.
+
+    Attributes:
+        shape: of its model; a rollout has the actor's.
+        dtype: of weights and activations.
+        pins: sizes of the layout that are fixed.
+        engine: of a role that generates: `hf`, a whole copy of the model in each process and batches that run
+            until their longest response ends; `paged`, a model cut over tp and pp that takes in a waiting
+            sequence when one ends (vLLM, SGLang).
+        micro_batch_tokens: that one rank puts through the model at once, a longer sequence alone; for the
+            `hf` engine rows x (prompt and longest response) of a batch.
+        recompute, offload: see `RoleOption`.
+    """
+
+    shape: ModelShape
+    dtype: str = "bfloat16"
+    pins: Mapping[str, int | bool] = field(default_factory=dict, hash=False)
+    engine: Engine = "paged"
+    micro_batch_tokens: int | None = None
+    recompute: Recompute | None = None
+    offload: bool | None = None
+
+    def __post_init__(self) -> None:
+        Layout(**self.pins)  # type: ignore[arg-type]  # its constructor checks names and values
+        if self.engine not in ("hf", "paged"):
+            raise RequestError(f"engine is hf or paged, got {self.engine!r}")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+        graph: the step.
+        roles: those that need devices.
+        remote: for operations of other roles (a reward by function or service) how fast they answer; one
+            that is not named takes no time.
+        runnable: only what the workers can run is planned; else also what only other software runs: experts,
+            cp, vpp, offload, fused operators.
+        staleness: 1 for generation one step ahead, see `schedule`.
+
+    Raises RequestError when roles and step do not match.
+    """
+
+    graph: StepGraph
+    roles: Mapping[str, RoleRequest]
+    workload: Workload
+    cluster: ClusterSpec
+    remote: Mapping[str, Remote] = field(default_factory=dict)
+    runnable: bool = True
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = tuple(
+            replace(node, device_type=self.cluster.device_type(node)) for node in self.cluster.nodes
+        )
+        object.__setattr__(self, "cluster", replace(self.cluster, nodes=kinds))
+        object.__setattr__(self, "roles", {role: _headed(role, one) for role, one in self.roles.items()})
+        there = {role for operation in self.graph.operations for role in operation.roles}
+        if unknown := sorted(set(self.roles) - there):
+            raise RequestError(f"step {self.graph.name!r} has no role {', '.join(unknown)} (it has: {there})")
+        for operation in self.graph.operations:
+            if operation.role not in self.roles and operation.kind in ("generate", "train", "transfer"):
+                raise RequestError(f"{operation.name} needs role {operation.role!r}, which has no model here")
+
+    def fixed_as(self, role: str, option: RoleOption) -> RoleRequest:
+        """The role's request with everything fixed as in an option."""
+        sizes: dict[str, int | bool] = dict(option.layout.sizes())
+        sizes["sequence_parallel"] = option.layout.sequence_parallel
+        tokens = math.ceil(option.micro_batch * self.workload.longest_tokens)
+        return replace(
+            self.roles[role],
+            pins=sizes,
+            micro_batch_tokens=tokens,
+            recompute=option.recompute,
+            offload=option.offload,
+        )
+
+    def trains(self, role: str) -> bool:
+        """Whether the step updates this role."""
+        return any(op.role == role and op.kind == "train" for op in self.graph.operations)
+
+    def generates(self, role: str) -> bool:
+        """Whether this role generates."""
+        return any(op.role == role and op.kind == "generate" for op in self.graph.operations)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the operations whose roles have no devices."""
+        none = Remote(0.0, math.inf)
+        return {
+            op.name: self.remote.get(op.name, none).seconds(self.workload.samples)
+            for op in self.graph.operations
+            if op.role not in self.roles
+        }
+
+    def notes(self) -> list[str]:
+        """What a user should know of the request, as lines."""
+        said = []
+        dtypes = {role: request.dtype for role, request in self.roles.items()}
+        for role in REFERENCES:
+            if "actor" in dtypes and dtypes.get(role, dtypes["actor"]) != dtypes["actor"]:
+                said.append(
+                    f"{role} runs in {dtypes[role]}, actor in {dtypes['actor']}: their log-probabilities "
+                    "differ by rounding even with equal weights, so the KL starts above 0"
+                )
+        for name in self.seconds:
+            if name not in self.remote:
+                said.append(f"{name} runs on no devices and is counted as taking no time")
+        return said
+
+
+def _headed(role: str, request: RoleRequest) -> RoleRequest:
+    """A critic's or reward model's head has one column, also where it is made from a language model."""
+    if role not in SCALAR_HEADS or request.shape.n_labels is not None:
+        return request
+    return replace(request, shape=replace(request.shape, n_labels=1))
