@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rolemesh.placement.hints import did_you_mean
 from rolemesh.placement.model import Experts, ModelShape
 
-
 _AXES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 
 
