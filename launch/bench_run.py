@@ -80,7 +80,8 @@ def _train(
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     recipe = case.recipes[predicted.strategy]
-    recipe = replace(recipe, run=replace(recipe.run, dir=str(folder / "run"), steps=limits.steps))
+    run = replace(recipe.run, dir=str(folder / "run"), steps=limits.steps)
+    recipe = replace(recipe, run=run, given=recipe.given | {"run.dir", "run.steps"})
     (folder / "cell.yaml").write_text(to_yaml(recipe))
     (folder / "cell_plan.yaml").write_text(predicted.plan.to_yaml())
     command = [sys.executable, "-m", "rolemesh.launch", "train", str(folder / "cell.yaml")]

@@ -17,7 +17,7 @@ def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     tiny_checkpoint(folder / "policy")
     tiny_checkpoint(folder / "scorer", head="score")
-    rows = [json.dumps({"prompt": f"{i}>"}) for i in range(32)]
+    rows = [json.dumps({"prompt": f"{i}>"}) for i in range(64)]
     (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
     models = {"actor": "policy", "critic": "scorer", "reward": "scorer"}
     changes = [f"models.quickstart.{role}={folder / name}" for role, name in models.items()]
