@@ -199,7 +199,7 @@ class _Player:
     def spans(self, name: str, start_s: float, end_s: float, step: int) -> list[Span]:
         """A span per rank, as the controller records them; a transfer's source ranks too."""
         operation: Operation = self.graph[name]
-        args = {"step": step, "bytes_fetched": 0}
+        args = {"step": step, "bytes_fetched": 0, "kernels": []}
         sources = sorted({state.split(".")[0] for state in operation.state_reads})
         roles = [operation.role, *(sources if operation.kind == "transfer" else [])]
         return [

@@ -55,7 +55,11 @@ def test_an_unknown_key_is_answered_with_the_nearest():
         describe("actor.optim.lrr")
 
 
+OTHER_KINDS = ("bench", "imports")  # folders of examples that are no recipes
+
+
 def _yaml_blocks() -> list:
+    """Blocks that name no other kind, as ```yaml bench does."""
     found = []
     for document in DOCUMENTS:
         for i, block in enumerate(re.findall(r"^```ya?ml\n(.*?)^```", document.read_text(), re.S | re.M)):
@@ -68,6 +72,11 @@ def test_every_yaml_block_of_the_docs_is_a_recipe(block: str):
     parse_recipe(block, Path("/docs"))
 
 
-@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/**/*.yaml")), ids=lambda path: path.name)
+RECIPES = [
+    path for path in sorted(REPOSITORY.glob("examples/**/*.yaml")) if path.parts[-2] not in OTHER_KINDS
+]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_every_example_is_a_recipe(path: Path):
     parse_recipe(path.read_text(), path.parent)
