@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.memory.activations import DTYPE_BYTES, Pass
 from rolemesh.placement.memory.items import MemoryItems
-from rolemesh.placement.memory.parameters import layers_of, rank_params, vocab_rows
+from rolemesh.placement.memory.parameters import layers_of, rank_params, tile_logits, vocab_rows
 from rolemesh.placement.model import ModelShape
 
 PAGE_TOKENS = 16  # vLLM's block size
@@ -26,8 +26,8 @@ def inference_memory(
 ) -> MemoryItems:
     """Bytes of the heaviest rank of a role that only scores: forward passes without gradients.
 
-    Of `micro_batch` sequences at a time it holds one layer's activations, and on the last stage the logits
-    twice (as computed, and as a contiguous copy by rows); a role with a value head holds none.
+    Of `micro_batch` sequences at a time it holds one layer's activations, and on the last stage a tile of the
+    logits; a role with a value head holds none.
     """
     run = Pass.of(layout, micro_batch, seq_len, dtype)
     size = DTYPE_BYTES[dtype]
@@ -37,7 +37,7 @@ def inference_memory(
         last = stage == layout.pp - 1
         logits = 0.0
         if last and shape.n_labels is None:
-            logits = 2 * run.dtype_bytes * run.tokens * vocab_rows(shape, layout)
+            logits = run.dtype_bytes * tile_logits(run.tokens * vocab_rows(shape, layout))
         layer = layer_transient(shape, layout, run) if layers_of(shape, layout, stages)[stage] else 0
         received = run.tokens * shape.hidden * run.dtype_bytes * (layout.pp > 1)
         working = {"activations": max(layer - logits, 0), "logits": logits, "stage transfers": received}

@@ -9,6 +9,9 @@ from functools import lru_cache
 from rolemesh.placement.layout import Layout, LayoutError
 from rolemesh.placement.model import ModelShape, padded_vocab, stage_layers
 
+# Where the lm head is multiplied and reduced a tile at a time: the share of the logits, and its bounds.
+TILE_SHARE, SMALL_TILE, LARGE_TILE = 1 / 32, 1 << 16, 1 << 26
+
 
 @dataclass(frozen=True)
 class RankParams:
@@ -136,6 +139,11 @@ def vocab_rows(shape: ModelShape, layout: Layout, *, padded: bool = True) -> int
     """Rows of the embedding on one tp rank."""
     rows = padded_vocab(shape.vocab, layout.tp) if padded else shape.vocab
     return -(-rows // layout.tp)
+
+
+def tile_logits(logits: float) -> float:
+    """How many of a pass's logits exist at a time where they are made a tile at a time."""
+    return min(logits, max(logits * TILE_SHARE, SMALL_TILE), LARGE_TILE)
 
 
 def _ends(shape: ModelShape, layout: Layout, stage: int, padded: bool) -> tuple[int, int]:

@@ -18,12 +18,18 @@ from rolemesh.placement.memory.activations import (
 )
 from rolemesh.placement.memory.items import MemoryItems
 from rolemesh.placement.memory.lora import adapter_params
-from rolemesh.placement.memory.parameters import RankParams, layers_of, rank_params, shard_sizes, vocab_rows
+from rolemesh.placement.memory.parameters import (
+    RankParams,
+    layers_of,
+    rank_params,
+    shard_sizes,
+    tile_logits,
+    vocab_rows,
+)
 from rolemesh.placement.memory.software import Software, software
 from rolemesh.placement.model import ModelShape
 
 SCORES: tuple[Module, ...] = ("core_attn",)
-FUSED_LOGITS = 2  # the logits, and their gradient
 CHUNK_LOGITS = 1 << 24  # of a head that makes the logits of a few tokens at a time
 
 
@@ -38,7 +44,7 @@ def training_memory(
     modules: Collection[Module] = SCORES,
     dtype: str = "bfloat16",
     by: Software | None = None,
-    head: str = "fused",
+    head: str = "tiled",
     stages: Sequence[int] | None = None,
     lora_rank: int = 0,
     offload_activations: bool = False,
@@ -54,8 +60,8 @@ def training_memory(
         modules: that `selective` makes anew, by megatron-core's names.
         dtype: that products are computed in.
         by: the training software (by default megatron-core as RoleMesh runs it, `software("megatron")`).
-        head: `fused` (RoleMesh's: logits and their gradient), `materialised` (`by.logit` bytes per logit),
-            `chunked` (few tokens' logits at a time).
+        head: `tiled` (RoleMesh's: a tile of the logits, and hidden states' gradient in fp32), `materialised`
+            (`by.logit` bytes per logit), `chunked` (few tokens' logits at a time).
         stages: layers of each pipeline stage, where the software does not cut them evenly.
         lora_rank: above 0, only adapters of that rank on every projection are trained.
         offload_activations: what layers keep waits in host memory; two layers' are on the device.
@@ -69,8 +75,8 @@ def training_memory(
         frozenset(modules), by or software("megatron"), head, tuple(layers_of(shape, layout, stages)),
         lora_rank, offload_activations,
     )  # fmt: skip
-    if head not in ("fused", "materialised", "chunked"):
-        raise ValueError(f"head {head!r} is none of fused, materialised, chunked")
+    if head not in ("tiled", "materialised", "chunked"):
+        raise ValueError(f"head {head!r} is none of tiled, materialised, chunked")
     wanted = range(layout.pp) if stage is None else [stage]
     return max((plan.of_stage(i) for i in wanted), key=lambda items: items.total)
 
@@ -213,8 +219,8 @@ class _Plan:
         logits = self.run.tokens * vocab_rows(self.shape, self.layout)
         if self.shape.n_labels is not None:
             head = 3 * 4 * self.run.tokens * self.shape.n_labels  # fp32, loss and gradient
-        elif self.head == "fused":
-            head = FUSED_LOGITS * self.run.dtype_bytes * logits
+        elif self.head == "tiled":
+            head = self.run.dtype_bytes * tile_logits(logits) + 4 * self.run.tokens * self.shape.hidden
         else:
             head = self.by.logit * (logits if self.head == "materialised" else min(logits, CHUNK_LOGITS))
         return {

@@ -246,4 +246,4 @@ class RoleSeconds:
         return self._work[key]
 
     def _run(self, recompute: Recompute) -> Run:
-        return Run(self.how, recompute)
+        return Run(self.how, recompute, chunked_head=True)

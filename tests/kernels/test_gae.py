@@ -103,6 +103,7 @@ def test_no_gradient_flows_to_the_values():
     assert not discounted_returns(rewards.requires_grad_(), mask, 1.0).requires_grad
 
 
+@pytest.mark.full
 def test_the_operations_are_known_to_torch():
     rewards, values, mask = batch(3, 20)
     check_op("gae", rewards, values, mask, 0.9, 0.8)

@@ -110,5 +110,6 @@ def test_a_key_for_each_score_is_asked_for():
         group_statistics(torch.zeros(2), ["a"])
 
 
+@pytest.mark.full
 def test_the_operation_is_known_to_torch():
     check_op("group_moments", torch.randn(5).double(), torch.tensor([0, 2, 0, 1, 2]), 3)

@@ -112,6 +112,7 @@ def test_the_gradient_cannot_be_differentiated_again():
         grad.sum().backward()
 
 
+@pytest.mark.full
 def test_the_operations_are_known_to_torch():
     log_prob, ref_log_prob = (x.requires_grad_() for x in pairs(torch.float64))
     check_op("kl", log_prob, ref_log_prob, "k3", "k2")

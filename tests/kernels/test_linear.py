@@ -169,6 +169,7 @@ def test_padded_rows_of_the_weight_count_for_nothing():
         match(output, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_it_compiles_and_has_meta_outputs():
     hidden, weight, labels = case(5, 9, 3)
 

@@ -207,6 +207,7 @@ def test_rows_that_share_memory_are_not_written_in_place():
         )
 
 
+@pytest.mark.full
 def test_it_compiles_but_not_in_place():
     logits, labels = case(5, 9)
     logits.requires_grad_()

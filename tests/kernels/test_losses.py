@@ -337,6 +337,7 @@ def test_shapes_that_differ_are_named():
         policy_loss(ones, ones, ones, ones[:, :2], denominators=LossDenominators(1, 1))
 
 
+@pytest.mark.full
 def test_the_operations_are_known_to_torch():
     batch = {name: column.nan_to_num() for name, column in hard_batch(torch.float64).items()}
     mask, denominators = batch["mask"].bool(), LossDenominators(3.0, 7.0)

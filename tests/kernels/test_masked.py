@@ -137,6 +137,7 @@ def test_gradients_are_those_of_finite_differences(function: Callable[..., Tenso
     assert not whole.grad[mask == 0].any()
 
 
+@pytest.mark.full
 def test_the_operations_are_known_to_torch():
     values, mask = batch(9, torch.float64)
     values, numbers = values.nan_to_num().requires_grad_(), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)

@@ -17,6 +17,8 @@ from rolemesh.launch.bench_result import BenchResult, CellResult, Measured, fast
 from rolemesh.launch.bench_spec import Limits, load_spec
 from rolemesh.placement.plan import PlacementPlan
 
+pytestmark = pytest.mark.full
+
 MODEL = {
     "model_type": "llama",
     "vocab_size": 32_000,

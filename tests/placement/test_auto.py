@@ -26,6 +26,8 @@ from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.predict import predict
 from rolemesh.placement.search import Pin
 
+pytestmark = pytest.mark.full
+
 
 def demands(plan, request, pool):
     """What a pool's roles need, by the memory model alone, at micro-batches of the longest sequences."""

@@ -53,10 +53,10 @@ def test_capacity_is_what_the_free_bytes_hold_in_whole_pages() -> None:
     assert kv_capacity_tokens(-1, SMALL, Layout()) == 0
 
 
-def test_scoring_needs_weights_one_layer_and_two_copies_of_the_logits() -> None:
+def test_scoring_needs_weights_one_layer_and_a_tile_of_the_logits() -> None:
     items = inference_memory(SMALL, Layout(), micro_batch=2, seq_len=128)
     assert items["weights"] == 2 * SMALL.n_params
-    assert items["logits"] == 2 * 2 * 256 * 4096
+    assert items["logits"] == 2 * 2**16  # of 256 x 4096, in bf16
     # A value head makes no logits; the feed-forward's 3 tensors and two of the hidden size remain.
     critic = inference_memory(replace(SMALL, n_labels=1), Layout(), micro_batch=2, seq_len=128)
     assert dict(critic.working) == {"activations": 256 * 2 * (2 * 512 + 3 * 1376)}

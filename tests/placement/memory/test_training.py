@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from rolemesh.kernels import linear
 from rolemesh.placement.layout import Layout, LayoutError
 from rolemesh.placement.memory import (
     MemoryItems,
     RankParams,
     SoftwareError,
+    parameters,
     rank_params,
     software,
     state_memory,
@@ -107,11 +109,20 @@ def test_offloaded_activations_leave_two_layers() -> None:
     assert offloaded / kept == 2 / 8
 
 
-@pytest.mark.parametrize(("head", "per_logit"), [("fused", 4), ("materialised", 10)])
-def test_logits_of_the_last_stage(head: str, per_logit: int) -> None:
+def test_materialised_logits_of_the_last_stage() -> None:
     shape = replace(SMALL, vocab=100_000)  # padded to 100,096 rows
-    items = step(shape, head=head)
-    assert (items.phase, items["logits"]) == ("head", per_logit * 256 * 100_096)
+    items = step(shape, head="materialised")
+    assert (items.phase, items["logits"]) == ("head", 10 * 256 * 100_096)
+
+
+def test_a_tiled_head_holds_a_32nd_of_the_logits_and_hidden_states_gradient() -> None:
+    items = step(replace(SMALL, vocab=2_000_000), Layout(), stage=0)  # padded to 2,000,000 rows
+    assert (items.phase, items["logits"]) == ("head", 2 * 256 * 2_000_000 / 32 + 4 * 256 * SMALL.hidden)
+
+
+def test_tiles_are_those_of_the_kernel() -> None:
+    assert (parameters.TILE_SHARE, parameters.SMALL_TILE) == (linear._SHARE, linear._SMALL_TILE)
+    assert parameters.LARGE_TILE == linear._GPU_TILE
 
 
 def test_a_chunked_head_holds_few_logits_and_a_value_head_none() -> None:
@@ -156,7 +167,7 @@ def test_faults_name_what_is_wrong() -> None:
         replace(software("nemo"), sharding="zero9")  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="ep=3 does not divide the 8 experts"):
         rank_params(replace(SMALL, moe=Experts(8, 2, 256)), Layout(dp=3, ep=3), 0)
-    with pytest.raises(ValueError, match="head 'tail' is none of fused"):
+    with pytest.raises(ValueError, match="head 'tail' is none of tiled"):
         step(head="tail")
 
 

@@ -101,7 +101,7 @@ def test_an_update_takes_what_the_time_model_says_for_each_mini_batch():
         seq_len=256,
         machine=Machine.of(H100),
         links=Links.of_profile(H100, 8),
-        run=Run(How("bfloat16", fused=False), "full"),
+        run=Run(How("bfloat16", fused=False), "full", chunked_head=True),
     )
     assert cost.option.micro_batch == 2
     assert cost.seconds["update_actor"] == pytest.approx(2 * one.total)
@@ -114,7 +114,10 @@ def test_an_incomplete_last_mini_batch_is_an_update_too():
     links, machine = Links.of_profile(H100, 8), Machine.of(H100)
 
     def update(n):
-        layout, run = Layout(tp=8, sequence_parallel=True), Run(How("bfloat16", fused=False))
+        layout, run = (
+            Layout(tp=8, sequence_parallel=True),
+            Run(How("bfloat16", fused=False), chunked_head=True),
+        )
         keys = {"machine": machine, "links": links, "run": run}
         return training_seconds(LLAMA_1B, layout, micro_batch=4, n_micro_batches=n, seq_len=256, **keys).total
 

@@ -8,6 +8,8 @@ import pytest
 
 from rolemesh.placement.search import Infeasible, SearchResult, search
 
+pytestmark = pytest.mark.full
+
 
 def solve(instance: brute.Instance, **options) -> SearchResult | Infeasible:
     fixed = {op.name: brute.FIXED_S for op in instance.graph.operations if op.role not in instance.roles}
