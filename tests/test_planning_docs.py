@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import tiny_checkpoint
 from typer.testing import CliRunner
 
 from rolemesh.launch.cli import main
 from rolemesh.placement.plan import PlacementPlan
-from tests.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
