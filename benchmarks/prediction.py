@@ -2,7 +2,8 @@
 
     python benchmarks/prediction.py [train] [decode] [memory] [placement]
 
-Without a section all are printed; `placement` searches plans, which takes long. Rows that cannot be predicted are counted with the reason.
+Without a section all are printed; `placement` searches plans, which takes long. Rows that cannot be predicted
+are counted with the reason.
 """
 
 from __future__ import annotations
