@@ -26,7 +26,7 @@ def test_the_commands_run_and_leave_what_they_say(tmp_path):
 
 
 def test_the_spec_is_one():
-    (text,) = blocks(DOCUMENT, "yaml")
+    (text,) = blocks(DOCUMENT, "yaml bench")
     spec = parse_spec(yaml.safe_load(text), ROOT / "examples" / "bench")
     assert spec.n_cells == 2 * 2 * 2 * 4
     assert set(yaml.safe_load(text)["limits"]) < set(vars(spec.limits))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rolemesh.kernels.log_prob import log_prob_and_entropy
+from rolemesh.kernels import linear_log_prob_and_entropy
 from rolemesh.parallel.micro_batches import MicroBatch, micro_batches
 from rolemesh.parallel.model import ParallelModel
 from rolemesh.parallel.optim import OptimConfig
@@ -65,9 +65,12 @@ def resident(model: ParallelModel) -> dict[int, int]:
 
 
 def loss_of(model: ParallelModel) -> Any:
-    def loss(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = micro_batch.tokens[:, 1:].flatten()
-        log_prob, _ = log_prob_and_entropy(logits[:, :-1].flatten(0, 1), tokens, vocab_size=model.shape.vocab)
+        rows = hidden[:, :-1].flatten(0, 1)
+        log_prob, _ = linear_log_prob_and_entropy(
+            rows, model.output_weight, tokens, vocab_size=model.shape.vocab
+        )
         return -log_prob.mean(), {}
 
     return loss
