@@ -35,6 +35,6 @@ def test_the_commands_run_and_leave_what_they_say(tmp_path):
 
 
 def test_the_cluster_file_is_one():
-    (text,) = blocks(DOCUMENT, "yaml")
+    (text,) = blocks(DOCUMENT, "yaml cluster")
     cluster = ClusterSpec.from_yaml(text)
     assert cluster.device_types == {"h100-80": 128, "v100-32": 32}
