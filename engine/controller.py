@@ -109,7 +109,9 @@ class Controller:
             operation = running.pop(future)
             self._finish(operation, future, result, step)
             if operation.name in sources:
-                self._record(operation, *self._source(operation), sources.pop(operation.name), result, step)
+                source = sources.pop(operation.name)
+                list(as_completed([source], timeout=source.timeout_s))  # who sends may end after who receives
+                self._record(operation, *self._source(operation), source, result, step)
             done.add(operation.name)
             self.progress.end(operation.name)
         return result

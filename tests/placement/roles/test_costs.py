@@ -22,6 +22,8 @@ from rolemesh.placement.timing.training import Run, training_seconds
 from rolemesh.placement.timing.transfer import Remote
 from rolemesh.placement.workload import Workload
 
+pytestmark = pytest.mark.full
+
 H100 = hardware("h100-80")
 ONE, NODE, PAIR = DeviceSet("h100-80", (1,)), DeviceSet("h100-80", (8,)), DeviceSet("h100-80", (8, 8))
 

@@ -11,6 +11,8 @@ from rolemesh.placement.layout import Layout
 from rolemesh.placement.search import Infeasible, Pin, PinError, SearchError, SearchResult, search
 from rolemesh.placement.steps import step_graph
 
+pytestmark = pytest.mark.full
+
 PPO = step_graph("ppo", reference=True, reward="function", kl_in="reward")
 ROLES = ("rollout", "actor", "ref", "critic")
 WORK = {
