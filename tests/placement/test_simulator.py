@@ -4,6 +4,7 @@ import concurrent.futures
 import random
 from collections import Counter
 from collections.abc import Iterable
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -115,9 +116,9 @@ def test_a_timeline_has_the_structure_of_a_run_that_the_controller_recorded():
 
 def recorded_spans(graph: StepGraph, pool_of: dict[str, SimulatedPool]) -> list[Span]:
     """What the controller records over groups that answer at once; operations end one after the other."""
-    controller = pytest.importorskip("rolemesh.engine.controller")
-    future = pytest.importorskip("rolemesh.engine.future")
-    batch_ref = pytest.importorskip("rolemesh.engine.batch_ref")
+    controller = import_module("rolemesh.engine.controller")
+    future = import_module("rolemesh.engine.future")
+    batch_ref = import_module("rolemesh.engine.batch_ref")
     clock = iter(range(1000))
     written = SimpleNamespace(
         meta_info={}, n_rows=0, tokens=None, select=lambda names: batch_ref.BatchRef({}, 0)
