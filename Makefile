@@ -2,6 +2,7 @@
 #   TORCH_INDEX=URL   index to take torch from (a CPU or CUDA build, as PyTorch's installation page lists them)
 #   PYTHON=python3.12 the Python that .venv is made with
 #   TESTS="..."       pytest marker expression of `make test`
+#   WORKERS=N         processes that run the fast tests of `make check`
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,6 +11,7 @@ SHELL := bash
 PYTHON ?= python3
 TORCH_INDEX ?=
 TESTS ?= not slow
+WORKERS ?= 2
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -39,7 +41,7 @@ sanitize: setup
 	OMP_NUM_THREADS=2 build/sanitize/kernel_tests
 
 check: lint types
-	$(BIN)/python -m pytest -m "not full and not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not full and not slow"
 
 lint: setup
 	$(BIN)/ruff check .

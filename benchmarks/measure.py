@@ -10,6 +10,10 @@ from pathlib import Path
 
 import torch
 
+# glibc's M_MMAP_THRESHOLD: blocks from this size on are mapped and given back alone.
+_M_MMAP_THRESHOLD = -3
+_MAPPED_FROM, _USUAL_MOST = 1 << 20, 32 << 20
+
 
 def medians(calls: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu") -> dict[str, float]:
     """Median seconds of each call. They take turns: a busy moment meets all of them.
@@ -32,12 +36,18 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
         call()
         return torch.cuda.max_memory_allocated() - before
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now
-    Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks
-    before = _status("VmRSS")
-    result = call()
-    del result
-    return _status("VmHWM") - before
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)  # what was freed before would hide what is taken now
+    # Holes that the allocator keeps between freed blocks are chance, up to twice a call's own memory.
+    libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks
+        before = _status("VmRSS")
+        result = call()
+        del result
+        return _status("VmHWM") - before
+    finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, _USUAL_MOST)
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:

@@ -70,6 +70,7 @@ def test_the_script_places_a_7b_run_on_halves_of_a_node(environment):
     assert "actor: tp=2 dp=2" in done.stdout
 
 
+@pytest.mark.full
 def test_the_dry_run_refuses_a_layout_that_does_not_divide(environment):
     done = run(
         "bash", str(EXAMPLE / "run_deepseek7b_llm.sh"), "--dry-run", "actor.layout.tp=3", env=environment
@@ -78,6 +79,7 @@ def test_the_dry_run_refuses_a_layout_that_does_not_divide(environment):
     assert "tp=3" in done.stdout
 
 
+@pytest.mark.full
 def test_a_critic_warmup_is_refused_rather_than_ignored(environment):
     script = str(EXAMPLE / "run_deepseek7b_llm.sh")
     done = run("bash", script, "--dry-run", "batch.critic_warmup=3", env=environment)
