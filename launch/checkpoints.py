@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.schema import Recipe
 from rolemesh.placement.model import ModelError, ModelShape
 
 INDEX = "model.safetensors.index.json"
@@ -80,3 +81,24 @@ def _read_tokens(folder: Path) -> dict[str, int] | None:
         pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         return {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
     return None
+
+
+def read_shapes(recipe: Recipe) -> tuple[dict[str, ModelShape], list[str]]:
+    """The models of the roles from their config.json (weights are not needed), and a note for each without.
+
+    Raises RecipeError for a config.json that cannot be read.
+    """
+    shapes, notes = {}, []
+    for role in recipe.roles:
+        if role == "rollout":
+            continue
+        path = Path(getattr(recipe, role).path)
+        file = path if path.suffix == ".json" else path / "config.json"
+        if not file.is_file():
+            notes.append(f"{role}: no {file}, so its layout is not checked against a model")
+            continue
+        try:
+            shapes[role] = ModelShape.from_config(json.loads(file.read_text()))
+        except (json.JSONDecodeError, ModelError) as error:
+            raise RecipeError(f"{role}.path: {file}: {error}") from error
+    return shapes, notes

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from rolemesh.launch.checkpoints import read_shapes
 from rolemesh.launch.config import list_defaults, load_recipe
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on, read_plan_file
-from rolemesh.launch.request import request_of
+from rolemesh.launch.pricing import priced
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec
 from rolemesh.placement.hardware import HardwareError, HardwareProfile, load_profile
 from rolemesh.placement.importers import IMPORTERS, ForeignConfigError, import_config
-from rolemesh.placement.model import ModelError, ModelShape
+from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan, device_totals
 from rolemesh.placement.plan_diff import diff_plans
 
@@ -42,50 +41,14 @@ def plan_recipe(
     try:
         there = _cluster(recipe, cluster, shapes, runnable).with_profiles(*_measured(profiles))
         plan = plan_on(recipe, there, shapes, runnable=runnable, limit_s=limit_s)
-        if unknown := _not_priced(recipe, there, plan, shapes):
-            notes.append(f"no prediction: {unknown}")
-        elif not plan.prediction:
-            plan = _priced(recipe, there, plan, shapes, runnable)
+        plan, unknown = priced(recipe, there, plan, shapes, runnable=runnable)
+        notes += [f"no prediction: {unknown}"] if unknown else []
     except PLANNING_ERRORS as error:
         hint = " (--any-software also plans what is not run yet)" if "not supported yet" in str(error) else ""
         raise RecipeError(f"placement: {error}{hint}") from error
     notes += not_runnable(plan)
     lines = [*plan.summary(), totals_line({role: layout.world for role, layout in plan.layouts.items()})]
     return plan, [*lines, *(f"note: {note}" for note in notes), *list_defaults(recipe)]
-
-
-def _not_priced(
-    recipe: Recipe, cluster: ClusterSpec, plan: PlacementPlan, shapes: Mapping[str, ModelShape]
-) -> str:
-    """Why the models cannot price the plan; empty when they can, or have."""
-    if unknown := [role for role in recipe.roles if role != "rollout" and role not in shapes]:
-        return f"the model of {', '.join(unknown)} is not there"
-    kinds = {node.name: cluster.device_type(node) for node in cluster.usable}
-    for pool, entries in plan.nodes.items():
-        there = sorted({kinds[name] for name, _ in entries})
-        if there == [""]:
-            return "the device type is not known (cluster.device)"
-        if len(there) > 1:
-            return f"pool {pool} mixes {', '.join(there)}"
-        try:
-            cluster.profile(there[0])
-        except ClusterError as error:
-            return str(error)
-    return ""
-
-
-def _priced(
-    recipe: Recipe,
-    cluster: ClusterSpec,
-    plan: PlacementPlan,
-    shapes: Mapping[str, ModelShape],
-    runnable: bool,
-) -> PlacementPlan:
-    """The plan with predictions for what a run of the recipe would do. Raises PlacementError if too big."""
-    from rolemesh.placement.auto import plan_strategy
-
-    priced = plan_strategy(request_of(recipe, cluster, shapes, runnable=runnable, defaults=True), plan)
-    return replace(priced, proof=None)  # best among plans with these pools and layouts says nothing
 
 
 def _measured(files: Sequence[Path]) -> list[HardwareProfile]:
@@ -100,27 +63,6 @@ def totals_line(demands: Mapping[str, int]) -> str:
     """How many devices roles of these sizes take under the usual groupings."""
     totals = ", ".join(f"{name}: {count}" for name, count in device_totals(demands).items())
     return f"devices for roles of these sizes: {totals}"
-
-
-def read_shapes(recipe: Recipe) -> tuple[dict[str, ModelShape], list[str]]:
-    """The models of the roles from their config.json (weights are not needed), and a note for each without.
-
-    Raises RecipeError for a config.json that cannot be read.
-    """
-    shapes, notes = {}, []
-    for role in recipe.roles:
-        if role == "rollout":
-            continue
-        path = Path(getattr(recipe, role).path)
-        file = path if path.suffix == ".json" else path / "config.json"
-        if not file.is_file():
-            notes.append(f"{role}: no {file}, so its layout is not checked against a model")
-            continue
-        try:
-            shapes[role] = ModelShape.from_config(json.loads(file.read_text()))
-        except (json.JSONDecodeError, ModelError) as error:
-            raise RecipeError(f"{role}.path: {file}: {error}") from error
-    return shapes, notes
 
 
 def diff_files(one: Path, other: Path) -> list[str]:

@@ -26,7 +26,9 @@ from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.engine.workers.reward import FunctionRewardWorker, RewardWorker
 from rolemesh.engine.workers.rollout import RolloutWorker
 from rolemesh.launch import assemble
-from rolemesh.launch.plan import as_planned
+from rolemesh.launch.checkpoints import read_shapes
+from rolemesh.launch.plan import PLANNING_ERRORS, as_planned
+from rolemesh.launch.pricing import priced
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
@@ -52,8 +54,11 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
         plan = checked.on(cluster)
         recipe = as_planned(recipe, plan)
         log = RunLog(recipe.run.dir)
+        plan, unknown = _predicted(recipe, cluster, plan)
         (log.path / "plan.yaml").write_text(plan.to_yaml())
         with Progress(steps) as progress, _worker_groups(recipe, plan, steps, progress) as groups:
+            if unknown:
+                progress.write(f"the plan has no prediction to compare this run with: {unknown}")
             Trainer(
                 spec=assemble.trainer_spec(recipe, steps, plan.order),
                 graph=graph_of(recipe),
@@ -71,6 +76,14 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
             write_memory(log.path, groups.values())
             progress.write(f"actor exported to {log.export_dir(steps, 'actor')} (a Hugging Face folder)")
     return 0
+
+
+def _predicted(recipe: Recipe, cluster: ClusterSpec, plan: PlacementPlan) -> tuple[PlacementPlan, str]:
+    """The plan with what each operation should take, for the report; or as it is, and why that is unknown."""
+    try:
+        return priced(recipe, cluster, plan, read_shapes(recipe)[0])
+    except PLANNING_ERRORS as error:
+        return plan, str(error)
 
 
 def load_prompts(
