@@ -66,8 +66,12 @@ class PlanRequest:
         runnable: only what the workers can run is planned; else also what only other software runs: experts,
             cp, vpp, offload, fused operators.
         staleness: 1 for generation one step ahead, see `schedule`.
+        streamed: responses go on over a change of weights (partial rollouts), so none waits for the longest;
+            needs staleness 1.
+        gathered: weights are handed over whole and tensor by tensor, see `timing.transfer`.
 
-    Raises RequestError when roles and step do not match.
+    Raises RequestError when roles and step do not match, and for `streamed` or `gathered` where our workers
+    are to run it.
     """
 
     graph: StepGraph
@@ -77,8 +81,14 @@ class PlanRequest:
     remote: Mapping[str, Remote] = field(default_factory=dict)
     runnable: bool = True
     staleness: int = 0
+    streamed: bool = False
+    gathered: bool = False
 
     def __post_init__(self) -> None:
+        if self.runnable and (self.streamed or self.gathered):
+            raise RequestError("streamed and gathered are for other software: they need runnable=False")
+        if self.streamed and self.staleness == 0:
+            raise RequestError("streamed responses outlive a step, so they need staleness 1")
         kinds = tuple(
             replace(node, device_type=self.cluster.device_type(node)) for node in self.cluster.nodes
         )

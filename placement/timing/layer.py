@@ -78,7 +78,7 @@ def decoder_layer(
         out.add("memory_bound", eff.moe_extra, eff.moe_extra)
     if not how.graphs:
         # The host starts kernels one by one: a layer takes at least as long as that.
-        host = (eff.moe_host if moe else eff.host) * (0.5 if how.inference else 1.0)
+        host = eff.host_clock * (eff.moe_host if moe else eff.host) * (0.5 if how.inference else 1.0)
         forward, backward = sum(out.forward.values()), sum(out.backward.values())
         out.add("host", max(0.0, host - forward), max(0.0, 2 * host - backward))
     return out
