@@ -9,14 +9,14 @@ search: ReaL's searched plan against its own hand heuristic, the predicted gain 
     the search wins is no finding (the heuristic is among its plans), the size of the gain is.
 crossover: which of HybridFlow's placements wins at which size, and where.
 
-No constant is fitted here. The two systems are modelled as they are published: both hand weights over tensor by
-tensor (`gathered`); responses go on over a change of weights where pools are split (`streamed`: verl's partial
-rollouts, `in_flight_weight_updates` of NeMo RL's recipes); GRPO scores with a reference, DAPO does not; verl
-learns from the engine's own log-probabilities where pools are split; colocated roles wait on the host;
-micro-batches, recompute and layouts are those of their scripts (RECIPES). What the sources leave out is assumed once, for all rows: response lengths are
-log-normal with sigma 0.8, cut at the longest, around the published mean; without one the mean is what the
-training seconds of the smallest pool are at the model's published share of the peak, 40% where there is none;
-prompts have 128 tokens.
+No constant is fitted here. The two systems are modelled as they are published: both hand weights over
+tensor by tensor (`gathered`); responses go on over a change of weights where pools are split (`streamed`:
+verl's partial rollouts, `in_flight_weight_updates` of NeMo RL's recipes); GRPO scores with a reference,
+DAPO does not; verl learns from the engine's own log-probabilities where pools are split; colocated roles
+wait on the host; micro-batches, recompute and layouts are those of their scripts (RECIPES). What the
+sources leave out is assumed once, for all rows: response lengths are log-normal with sigma 0.8, cut at the
+longest, around the published mean; without one the mean is what the training seconds of the smallest pool
+are at the model's published share of the peak, 40% where there is none; prompts have 128 tokens.
 """
 
 from __future__ import annotations
@@ -66,25 +66,32 @@ NAMES = {"DeepSeek V3": "deepseek-v3", "Qwen3-30B3A": "qwen3-30B-A3B", "Qwen3-30
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a system's published scripts fix beyond the table: sequences of a micro-batch (at their longest),
-    recompute, samples of an update, and layouts.
+    """What a system's published scripts fix beyond the table: sequences (at their longest) of a micro-batch
+    that trains and of one that scores, recompute, samples of an update, whether routing is fused, layouts.
     """
 
     micro_batch: int
+    scoring: int
     recompute: Recompute
     update: int
+    fused_routing: bool = True
     train: Mapping[str, int | bool] = field(default_factory=dict)
     generate: Mapping[str, int | bool] = field(default_factory=dict)
 
 
-# NeMo RL: examples/configs/recipes/llm/performance (train_micro_batch_size, activation_checkpointing).
-# verl: verl/experimental/fully_async_policy/shell (ppo_max_token_len, gradient checkpointing, mini-batch x 16).
+# NeMo RL: examples/configs/recipes/llm/performance over grpo_math_1B.yaml (train_micro_batch_size,
+# logprob_batch_size, activation_checkpointing, moe_permute_fusion).
+# verl: verl/experimental/fully_async_policy/shell (ppo_max_token_len, log_prob_max_token_len, gradient
+# checkpointing, mini-batch x 16).
 RECIPES = {
-    ("NeMo", "Qwen3-30B"): Recipe(1, "none", 512),
-    ("NeMo", ""): Recipe(1, "full", 512),
-    ("verl", "Qwen2.5-Math-7B"): Recipe(2, "full", 512, {"tp": 1, "cp": 4, "pp": 1}, {"tp": 4, "pp": 1}),
+    ("NeMo", "Qwen3-30B"): Recipe(1, 4, "none", 512, fused_routing=False),
+    ("NeMo", "Llama-3.1-8B"): Recipe(1, 2, "full", 512),
+    ("NeMo", ""): Recipe(1, 1, "full", 512),
+    ("verl", "Qwen2.5-Math-7B"): Recipe(
+        2, 3, "full", 512, train={"tp": 1, "cp": 4, "pp": 1}, generate={"tp": 4, "pp": 1}
+    ),
     ("verl", "Qwen3-30B"): Recipe(
-        1, "none", 2048, {"tp": 2, "cp": 2, "ep": 8, "etp": 1, "pp": 1}, {"tp": 4, "pp": 1}
+        1, 1, "none", 2048, train={"tp": 2, "cp": 2, "ep": 8, "etp": 1, "pp": 1}, generate={"tp": 4, "pp": 1}
     ),
 }
 
@@ -189,12 +196,13 @@ def grpo(row: Mapping[str, str], text: str, n_train: int, *, split: bool) -> Pla
         shape,
         pins=train if experts else {k: v for k, v in train.items() if k != "ep"},
         micro_batch_tokens=math.ceil(recipe.micro_batch * load.longest_tokens),
+        scoring_tokens=math.ceil(recipe.scoring * load.longest_tokens),
         recompute=recipe.recompute,
         offload=not split or None,
     )
     roles = {"actor": actor, "rollout": RoleRequest(shape, pins=generate, offload=not split or None)}
     if scores := not row["workload"].startswith("DAPO"):
-        roles["ref"] = actor
+        roles["ref"] = replace(actor, micro_batch_tokens=actor.scoring_tokens)
     graph = step_graph("grpo", kl_in="loss" if scores else None)
     if split and not nemo:
         graph = graph.select(op.name for op in graph.operations if op.name != "old_log_prob")
@@ -208,6 +216,7 @@ def grpo(row: Mapping[str, str], text: str, n_train: int, *, split: bool) -> Pla
         staleness=int(split),
         streamed=split,
         gathered=True,
+        fused_routing=recipe.fused_routing,
     )
 
 

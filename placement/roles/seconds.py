@@ -118,7 +118,7 @@ class RoleSeconds:
         self.plan, self.role, self.machine, self.links = plan, role, machine, links
         self.request: RoleRequest = plan.roles[role]
         self.dims = Dims.of(self.request.shape)
-        self.how = How(self.request.dtype, fused=not plan.runnable)
+        self.how = How(self.request.dtype, fused=not plan.runnable, fused_routing=plan.fused_routing)
         load = plan.workload
         prompt, response = load.prompt_lengths, load.response_lengths
         square = prompt.mean_square + 2 * prompt.mean * response.mean + response.mean_square
@@ -236,7 +236,11 @@ class RoleSeconds:
         kernels = (dims.n_layers * KERNELS + dims.n_moe_layers * EXPERT_KERNELS) * eff.decode_kernel
         cut = max(self.request.pins.get("tp", 1), 2 * max(devices.counts))
         read = dims.dense_params() * self.machine.bytes_of(self.request.dtype) / cut
-        return eff.host_clock * eff.serving_python + kernels + read / (self.machine.memory_bandwidth * eff.decode_memory)
+        return (
+            eff.host_clock * eff.serving_python
+            + kernels
+            + read / (self.machine.memory_bandwidth * eff.decode_memory)
+        )
 
     def _micro(self, layout: Layout, micro_batch: int, recompute: Recompute, rows: int) -> Work:
         """One full one, or all rows; of the replicas only matters whether stages are on several nodes."""
