@@ -21,7 +21,10 @@ OVERHEAD = 3e9  # bytes of it for context, graphs and activations
 LARGEST_BATCH = 2048  # TensorRT-LLM's default `max_batch_size`
 ACCEPTED = 0.7  # of one drafted token (multi-token prediction), when nothing is published
 
-SHAPES = {  # public config.json of each model; the first ones are in model_arch.csv too
+# Public config.json of each model; the first ones are in model_arch.csv too. Three of four layers of
+# Qwen3.5 have gated linear attention, 16 x 2 x 128 + 64 x 2 x 128 + 128 columns; the others a gate as wide
+# as the queries.
+SHAPES = {
     "Llama-3.3-70B": Dims(80, 8192, 64, 8, 128, 28672, 128256),
     "Llama-3.1-8B": Dims(32, 4096, 32, 8, 128, 14336, 128256),
     "Llama-3.1-405B": Dims(126, 16384, 128, 8, 128, 53248, 128256),
@@ -34,7 +37,7 @@ SHAPES = {  # public config.json of each model; the first ones are in model_arch
                   shared_ffn=2048, n_dense_layers=3, q_rank=2048, kv_rank=512, rope_dim=64, value_dim=256,
                   window=2048, windowed=1.0),
     "Qwen3.5-397B": Dims(60, 4096, 32, 2, 256, 1, 248320, n_experts=512, top_k=10, expert_ffn=1024,
-                         shared_ffn=1024, attention_share=0.25),
+                         shared_ffn=1024, attention_share=0.25, gate_dim=10_592),
 }  # fmt: skip
 NATIVE = {"MiniMax-M2.5": "float8"}  # weights as released, where the row names no precision
 

@@ -9,10 +9,14 @@ search: ReaL's searched plan against its own hand heuristic, the predicted gain 
     the search wins is no finding (the heuristic is among its plans), the size of the gain is.
 crossover: which of HybridFlow's placements wins at which size, and where.
 
-No constant is fitted here. What the sources leave out is assumed once, for all rows: response lengths are
-log-normal with sigma 0.8, cut at the longest, around the published mean; without one the mean is what the
-colocated run's training seconds are at 40% of the peak; prompts have 128 tokens; NeMo RL and verl score with
-a reference.
+No constant is fitted here. The two systems are modelled as they are published: both hand weights over
+tensor by tensor (`gathered`); responses go on over a change of weights where pools are split (`streamed`:
+verl's partial rollouts, `in_flight_weight_updates` of NeMo RL's recipes); GRPO scores with a reference,
+DAPO does not; verl learns from the engine's own log-probabilities where pools are split; colocated roles
+wait on the host; micro-batches, recompute and layouts are those of their scripts (RECIPES). What the
+sources leave out is assumed once, for all rows: response lengths are log-normal with sigma 0.8, cut at the
+longest, around the published mean; without one the mean is what the training seconds of the smallest pool
+are at the model's published share of the peak, 40% where there is none; prompts have 128 tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ import random
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prediction_memory import SkippedError, published_shape
 
 from rolemesh.placement.auto import costs_of, search_plan
 from rolemesh.placement.cluster import ClusterSpec
-from rolemesh.placement.costs import DeviceSet
+from rolemesh.placement.costs import DeviceSet, Recompute
 from rolemesh.placement.hardware import hardware
 from rolemesh.placement.lengths import Fixed, Lengths, LogNormal
 from rolemesh.placement.model import ModelShape
@@ -43,6 +47,8 @@ from rolemesh.placement.workload import Workload
 TRUTH = Path(__file__).parent / "data" / "truth"
 SIGMA = 0.8
 MFU = 0.4
+PROMPT = 128.0
+PUBLISHED_MFU = {("Qwen3-30B-A3B", 32): 0.31}  # verl, docs/perf/dpsk.md: by model and GPUs
 HYBRIDFLOW_NIC = 25e9 / 8  # 200 Gb/s between machines of eight GPUs (HybridFlow, section 8.1)
 TIE = 0.03
 LIMIT_S = 120.0
@@ -56,6 +62,46 @@ LLAMA2 = {
 LONGEST = {"deepseek v3": 1536, "qwen3-235b": 8192, "qwen3-30b": 4096, "llama-3.1-8b": 4096}
 NAMES = {"DeepSeek V3": "deepseek-v3", "Qwen3-30B3A": "qwen3-30B-A3B", "Qwen3-30B-A3B": "qwen3-30B-A3B",
          "Qwen3-235B": "qwen3-235B-A22B"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a system's published scripts fix beyond the table: sequences (at their longest) of a micro-batch
+    that trains and of one that scores, recompute, samples of an update, whether routing is fused, layouts.
+    """
+
+    micro_batch: int
+    scoring: int
+    recompute: Recompute
+    update: int
+    fused_routing: bool = True
+    train: Mapping[str, int | bool] = field(default_factory=dict)
+    generate: Mapping[str, int | bool] = field(default_factory=dict)
+
+
+# NeMo RL: examples/configs/recipes/llm/performance over grpo_math_1B.yaml (train_micro_batch_size,
+# logprob_batch_size, activation_checkpointing, moe_permute_fusion).
+# verl: verl/experimental/fully_async_policy/shell (ppo_max_token_len, log_prob_max_token_len, gradient
+# checkpointing, mini-batch x 16).
+RECIPES = {
+    ("NeMo", "Qwen3-30B"): Recipe(1, 4, "none", 512, fused_routing=False),
+    ("NeMo", "Llama-3.1-8B"): Recipe(1, 2, "full", 512),
+    ("NeMo", ""): Recipe(1, 1, "full", 512),
+    ("verl", "Qwen2.5-Math-7B"): Recipe(
+        2, 3, "full", 512, train={"tp": 1, "cp": 4, "pp": 1}, generate={"tp": 4, "pp": 1}
+    ),
+    ("verl", "Qwen3-30B"): Recipe(
+        1, 1, "none", 2048, train={"tp": 2, "cp": 2, "ep": 8, "etp": 1, "pp": 1}, generate={"tp": 4, "pp": 1}
+    ),
+}
+
+
+def recipe_of(row: Mapping[str, str]) -> Recipe:
+    """The recipe of a row's system and model."""
+    for (system, model), one in RECIPES.items():
+        if row["source"].startswith(system) and row["actor"].startswith(model):
+            return one
+    raise SkippedError("batch or lengths are not given")
 
 
 @dataclass(frozen=True)
@@ -137,20 +183,41 @@ def step_s(request: PlanRequest, pools: Sequence[tuple[Sequence[str], int]]) -> 
     return found.best.makespan_s
 
 
-def grpo(row: Mapping[str, str], text: str, n_train: int, *, staleness: int) -> PlanRequest:
-    """A row's GRPO step under one of its two placements; `n_train` GPUs train."""
-    shape, (train, generate) = shape_of(row["actor"]), sizes(text)
+def grpo(row: Mapping[str, str], text: str, n_train: int, *, split: bool) -> PlanRequest:
+    """A row's step under one of its two placements; `n_train` GPUs train."""
+    recipe, shape, (train, generate) = recipe_of(row), shape_of(row["actor"]), sizes(text)
+    train, generate = {**recipe.train, **train}, {**recipe.generate, **generate}
     if "ep" in train:  # a row may state more than its training GPUs have
         train["ep"] = min(train["ep"], n_train // train["pp"])
     load = workload(row)
-    plain = {key: size for key, size in train.items() if key in ("tp", "pp")}
     experts = shape.moe is not None
-    actor = RoleRequest(shape, pins=train if experts else {k: v for k, v in train.items() if k != "ep"})
-    reference = replace(actor, pins=actor.pins if experts else plain)
-    roles = {"actor": actor, "rollout": RoleRequest(shape, pins=generate), "ref": reference}
-    graph = step_graph("grpo", reference=True)
+    nemo = row["source"].startswith("NeMo")
+    actor = RoleRequest(
+        shape,
+        pins=train if experts else {k: v for k, v in train.items() if k != "ep"},
+        micro_batch_tokens=math.ceil(recipe.micro_batch * load.longest_tokens),
+        scoring_tokens=math.ceil(recipe.scoring * load.longest_tokens),
+        recompute=recipe.recompute,
+        offload=not split or None,
+    )
+    roles = {"actor": actor, "rollout": RoleRequest(shape, pins=generate, offload=not split or None)}
+    if scores := not row["workload"].startswith("DAPO"):
+        roles["ref"] = replace(actor, micro_batch_tokens=actor.scoring_tokens)
+    graph = step_graph("grpo", kl_in="loss" if scores else None)
+    if split and not nemo:
+        graph = graph.select(op.name for op in graph.operations if op.name != "old_log_prob")
     cluster = cluster_of(row["gpu_type"], int(row["n_gpus"]))
-    return PlanRequest(graph, roles, load, cluster, runnable=False, staleness=staleness)
+    return PlanRequest(
+        graph,
+        roles,
+        load,
+        cluster,
+        runnable=False,
+        staleness=int(split),
+        streamed=split,
+        gathered=True,
+        fused_routing=recipe.fused_routing,
+    )
 
 
 def workload(row: Mapping[str, str]) -> Workload:
@@ -160,46 +227,55 @@ def workload(row: Mapping[str, str]) -> Workload:
         samples = int(match[1])
         mean = float(re.search(r"length (\d+)", row["notes"])[1])  # type: ignore[index]
         longest = next(value for key, value in LONGEST.items() if row["actor"].lower().startswith(key))
-        return _load(samples, 512, mean, longest)
+        return _load(samples, recipe_of(row).update, mean, longest - PROMPT)
     match = re.fullmatch(r"\w+ 512x16, (\d+)k", text)
     if match is None:
         raise SkippedError("batch or lengths are not given")
-    return _load(512 * 16, 32 * 16, _mean(row), int(match[1]) * 1024)
+    return _load(512 * 16, recipe_of(row).update, _mean(row), int(match[1]) * 1024)
 
 
 def _mean(row: Mapping[str, str]) -> float:
-    """Tokens of a sequence, from the training seconds of the colocated run at MFU of the peak."""
-    run = next(
-        run
+    """Tokens of a sequence, from the training seconds of the smallest pool that trained on this workload."""
+    steps = {
+        other[key]
+        for other in read("placement_pairs.csv")
+        if (other["actor"], other["workload"]) == (row["actor"], row["workload"])
+        for key in ("step_seconds_a", "step_seconds_b")
+    }
+    runs = [
+        (_training_gpus(run), float(run["train_seconds"]))
         for run in read("rlhf_truth.csv")
-        if run["actor"].startswith(row["actor"]) and run["step_seconds"] == row["step_seconds_a"]
-    )
-    active = shape_of(row["actor"]).active_params
-    flops = (
-        float(run["train_seconds"])
-        * int(row["n_gpus"])
-        * MFU
-        * hardware(row["gpu_type"]).peak_flops("bfloat16")
-    )
-    return flops / (6 * active) / (512 * 16)
+        if run["actor"].startswith(row["actor"]) and run["step_seconds"] in steps and run["train_seconds"]
+    ]
+    n_gpus, seconds = min(runs)
+    share = PUBLISHED_MFU.get((row["actor"], n_gpus), MFU)
+    flops = seconds * n_gpus * share * hardware(row["gpu_type"]).peak_flops("bfloat16")
+    return flops / (6 * shape_of(row["actor"]).active_params) / (512 * 16)
+
+
+def _training_gpus(run: Mapping[str, str]) -> int:
+    """GPUs that train in a published run."""
+    split = re.match(r"split (?:\d+ rollout : (\d+) train|(\d+):|(\d+) train)", run["placement"])
+    return next(int(size) for size in (*(split.groups() if split else ()), run["n_gpus"]) if size)
 
 
 def _load(samples: int, update: int, mean: float, longest: float) -> Workload:
-    prompt = 128.0
-    lengths = responses(mean - prompt, longest - prompt)
-    return Workload(samples, Fixed(prompt), lengths, "grpo", mini_batch_samples=min(update, samples))
+    lengths = responses(mean - PROMPT, longest)
+    return Workload(samples, Fixed(PROMPT), lengths, "grpo", mini_batch_samples=min(update, samples))
 
 
 def pair(row: Mapping[str, str]) -> Verdict:
     """The pair's two steps, priced."""
     n_gpus = int(row["n_gpus"])
-    one = step_s(grpo(row, row["placement_a"], n_gpus, staleness=0), [(("actor", "rollout", "ref"), n_gpus)])
+    colocated = grpo(row, row["placement_a"], n_gpus, split=False)
+    one = step_s(colocated, [(tuple(colocated.roles), n_gpus)])
     stated = re.search(r"split (\d+):(\d+)", row["placement_b"])
     train = int(stated[1]) if stated else n_gpus // 2
     if stated and row["pair"] == "15":
         train = int(stated[2])  # the source's prose: 96 generate, 32 train
-    pools = [(("actor", "ref"), train), (("rollout",), n_gpus - train)]
-    other = step_s(grpo(row, row["placement_b"], train, staleness=1), pools)
+    apart = grpo(row, row["placement_b"], train, split=True)
+    training = tuple(role for role in apart.roles if role != "rollout")
+    other = step_s(apart, [(training, train), (("rollout",), n_gpus - train)])
     name = f"{row['pair']:>3} {row['actor']} on {n_gpus} {row['gpu_type']}"
     return Verdict(name, one / other, float(row["a_over_b"]))
 

@@ -136,8 +136,9 @@ def dims_of(row: Row) -> Dims:
             layers, hidden, hidden // 128, hidden // 128, 128, 4 * hidden, 50304, gated=False, tied=True
         )
     if model.startswith("Qwen3-Next"):
+        # Linear attention in three of four layers: 16 x 2 x 128 + 32 x 2 x 128 + 64 columns; else a gate.
         return Dims(48, 2048, 16, 2, 256, 5120, 151936, n_experts=512, top_k=10, expert_ffn=512,
-                    shared_ffn=512, attention_share=0.25)  # fmt: skip
+                    shared_ffn=512, attention_share=0.25, gate_dim=6448)  # fmt: skip
     if not row["hidden"]:
         raise Skip("no shape published (hybrid or unnamed model)")
     hidden = int(row["hidden"])

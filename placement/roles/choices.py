@@ -148,6 +148,12 @@ def micro_batches(plan: PlanRequest, request: RoleRequest, rows: int) -> list[in
     return [2**k for k in range(most.bit_length())]
 
 
+def scored(plan: PlanRequest, request: RoleRequest, micro_batch: int) -> int:
+    """Sequences of a forward pass of a role that trains on `micro_batch` at a time."""
+    tokens = request.scoring_tokens
+    return micro_batch if tokens is None else max(1, int(tokens / plan.workload.longest_tokens))
+
+
 def at_once(plan: PlanRequest, request: RoleRequest, rows: int) -> list[int]:
     """Sequences that generate at once on a replica that has `rows` of them to generate."""
     tokens = request.micro_batch_tokens or (BATCH_TOKENS if request.engine == "hf" else None)

@@ -16,7 +16,7 @@ from rolemesh.placement.roles.request import PlanRequest
 from rolemesh.placement.roles.seconds import RoleSeconds
 from rolemesh.placement.timing.efficiency import Machine
 from rolemesh.placement.timing.links import Links
-from rolemesh.placement.timing.transfer import offload_seconds, transfer_seconds
+from rolemesh.placement.timing.transfer import gathered_seconds, offload_seconds, transfer_seconds
 
 
 class PlannerCosts:
@@ -70,7 +70,8 @@ class PlannerCosts:
         machine = self.machine(target_devices.device_type)
         links = self.links.of(target_devices)
         size = machine.bytes_of(self.plan.roles[mover.role].dtype)
-        seconds = transfer_seconds(
+        moved = gathered_seconds if self.plan.gathered else transfer_seconds
+        seconds = moved(
             request.shape,
             source.option.layout,
             target.option.layout,

@@ -89,7 +89,8 @@ class Frontier:
         for micro_batch in choices.micro_batches(self.plan, self.request, rows):
             n_micro = math.ceil(self.prices.n_micro(rows, micro_batch))
             before = len(self.fitting)
-            scoring = self.memory.inference(layout, min(micro_batch, batch.rows))
+            at_once = choices.scored(self.plan, self.request, micro_batch)
+            scoring = self.memory.inference(layout, min(at_once, batch.rows))
             scored: dict[str, float] = {}
             for recompute in choices.recomputes(self.plan, self.role):
                 passes = {name: scoring for name, kind in kinds.items() if kind == "infer"}
@@ -116,7 +117,8 @@ class Frontier:
                 if kinds[name] == "train":
                     known[name] = self.prices.train(layout, micro_batch, recompute, batch)
                 elif kinds[name] == "infer":
-                    known[name] = self.prices.infer(layout, micro_batch, batch)
+                    at_once = choices.scored(self.plan, self.request, micro_batch)
+                    known[name] = self.prices.infer(layout, at_once, batch)
                 else:
                     known[name] = self.prices.bookkeeping(layout)
             return known[name]

@@ -37,6 +37,7 @@ class RoleRequest:
             sequence when one ends (vLLM, SGLang).
         micro_batch_tokens: that one rank puts through the model at once, a longer sequence alone; for the
             `hf` engine rows x (prompt and longest response) of a batch.
+        scoring_tokens: the same where a role that trains scores, if it is not `micro_batch_tokens`.
         recompute, offload: see `RoleOption`.
     """
 
@@ -45,6 +46,7 @@ class RoleRequest:
     pins: Mapping[str, int | bool] = field(default_factory=dict, hash=False)
     engine: Engine = "paged"
     micro_batch_tokens: int | None = None
+    scoring_tokens: int | None = None
     recompute: Recompute | None = None
     offload: bool | None = None
 
@@ -66,8 +68,13 @@ class PlanRequest:
         runnable: only what the workers can run is planned; else also what only other software runs: experts,
             cp, vpp, offload, fused operators.
         staleness: 1 for generation one step ahead, see `schedule`.
+        streamed: responses go on over a change of weights (partial rollouts), so none waits for the longest;
+            needs staleness 1.
+        gathered: weights are handed over whole and tensor by tensor, see `timing.transfer`.
+        fused_routing: see `timing.layer.How`.
 
-    Raises RequestError when roles and step do not match.
+    Raises RequestError when roles and step do not match, and for `streamed`, `gathered` or routing that is
+    not fused where our workers are to run it.
     """
 
     graph: StepGraph
@@ -77,8 +84,15 @@ class PlanRequest:
     remote: Mapping[str, Remote] = field(default_factory=dict)
     runnable: bool = True
     staleness: int = 0
+    streamed: bool = False
+    gathered: bool = False
+    fused_routing: bool = True
 
     def __post_init__(self) -> None:
+        if self.runnable and (self.streamed or self.gathered or not self.fused_routing):
+            raise RequestError("streamed, gathered and fused_routing are for other software: runnable=False")
+        if self.streamed and self.staleness == 0:
+            raise RequestError("streamed responses outlive a step, so they need staleness 1")
         kinds = tuple(
             replace(node, device_type=self.cluster.device_type(node)) for node in self.cluster.nodes
         )

@@ -118,14 +118,12 @@ class RoleSeconds:
         self.plan, self.role, self.machine, self.links = plan, role, machine, links
         self.request: RoleRequest = plan.roles[role]
         self.dims = Dims.of(self.request.shape)
-        self.how = How(self.request.dtype, fused=not plan.runnable)
+        self.how = How(self.request.dtype, fused=not plan.runnable, fused_routing=plan.fused_routing)
         load = plan.workload
         prompt, response = load.prompt_lengths, load.response_lengths
         square = prompt.mean_square + 2 * prompt.mean * response.mean + response.mean_square
         # Attention grows with the square: sequences of this length have the batch's mean of it per token.
         self.seq_len = round(square / load.sequence_tokens)
-        # Micro-batches are filled up to the tokens of so many of the longest sequences.
-        self.filled = load.longest_tokens / load.sequence_tokens
         self._work: dict[tuple[Cut, float, Recompute, bool], Work] = {}
         self._exchange: dict[Layout, Exchange] = {}
         self._decode: dict[tuple[Cut, int, int], float] = {}
@@ -158,8 +156,18 @@ class RoleSeconds:
         return self.machine.factor("infer") * seconds
 
     def n_micro(self, rows: int, micro_batch: int) -> float:
-        """Micro-batches that `rows` sequences of mean length fill; the last one may be filled in part."""
-        return max(1.0, rows / (micro_batch * self.filled))
+        """Micro-batches that `rows` sequences fill; the last one may be filled in part."""
+        return max(1.0, rows / self._packed(micro_batch))
+
+    def _packed(self, micro_batch: int) -> float:
+        """Sequences of mean length in a micro-batch that has room for `micro_batch` of the longest.
+
+        No packing is tighter than the tokens, and two sequences of over half the room never share it.
+        """
+        load = self.plan.workload
+        room = micro_batch * load.longest_tokens
+        alone = float(load.response_lengths.active(room / 2 - load.prompt_lengths.mean))
+        return min(room / load.sequence_tokens, 1 / alone if alone else math.inf)
 
     def generate(self, layout: Layout, at_once: int, batch: Batch, response: Lengths | None = None) -> float:
         """All responses of a replica; `response`: other lengths than those expected."""
@@ -185,6 +193,7 @@ class RoleSeconds:
                 machine=self.machine,
                 links=self.links,
                 engine=engine,
+                streamed=self.plan.streamed,
             ).total
 
         dtype = self.request.dtype
@@ -211,7 +220,9 @@ class RoleSeconds:
         if operation.kind == "transfer" or not operation.state_reads:
             return 0.0
         if operation.kind == "generate":
-            return sure * load.response_lengths.longest(load.samples) * self._least_turn(devices)
+            lengths = load.response_lengths
+            tokens = lengths.mean if self.plan.streamed else lengths.longest(load.samples)
+            return sure * tokens * self._least_turn(devices)
         active = dims.dense_params() + dims.n_moe_layers * dims.top_k * dims.ffn_params(dims.expert_ffn)
         passes = 3 * load.epochs if operation.kind == "train" else 1
         rate = self.machine.peak(dtype) * eff.gemm(dtype) * world
@@ -221,16 +232,20 @@ class RoleSeconds:
         """Seconds of a decode step with one sequence: scheduling, kernels, and a part of the weights."""
         dims, eff = self.dims, self.machine.efficiency
         if self.request.engine == "hf":
-            return dims.n_layers * min(eff.host, eff.moe_host)
+            return dims.n_layers * eff.host_clock * min(eff.host, eff.moe_host)
         kernels = (dims.n_layers * KERNELS + dims.n_moe_layers * EXPERT_KERNELS) * eff.decode_kernel
         cut = max(self.request.pins.get("tp", 1), 2 * max(devices.counts))
         read = dims.dense_params() * self.machine.bytes_of(self.request.dtype) / cut
-        return eff.serving_python + kernels + read / (self.machine.memory_bandwidth * eff.decode_memory)
+        return (
+            eff.host_clock * eff.serving_python
+            + kernels
+            + read / (self.machine.memory_bandwidth * eff.decode_memory)
+        )
 
     def _micro(self, layout: Layout, micro_batch: int, recompute: Recompute, rows: int) -> Work:
         """One full one, or all rows; of the replicas only matters whether stages are on several nodes."""
         crosses = layout.pp > 1 and layout.world > self.links.per_node
-        each = min(float(rows), micro_batch * self.filled)  # sequences of mean length
+        each = min(float(rows), self._packed(micro_batch))
         key = cut_of(layout), each, recompute, crosses
         if key not in self._work:
             tokens = each * self.plan.workload.sequence_tokens

@@ -115,7 +115,8 @@ class Server:
             "cache": stages * cache / memory,
             "kernels": np.full_like(n, stages * kernels) if not engine.eager else self._eager(n),
             "links": stages * self._links_of(part),
-            "serving": (eff.serving_python if engine.python else eff.serving) + eff.serving_sequence * n,
+            "serving": eff.host_clock
+            * ((eff.serving_python if engine.python else eff.serving) + eff.serving_sequence * n),
         }
 
     def _routed_seconds(self, rows: float) -> float:
@@ -128,7 +129,8 @@ class Server:
     def _eager(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
         """Kernels that the host starts one by one take its time, whatever the device needs."""
         eff, d = self.machine.efficiency, self.dims
-        return np.full_like(n, d.n_layers * eff.host + d.n_moe_layers * (eff.moe_host - eff.host))
+        each = d.n_layers * eff.host + d.n_moe_layers * (eff.moe_host - eff.host)
+        return np.full_like(n, eff.host_clock * each)
 
     def _links_of(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of all links of a stage for each of `rows`."""
@@ -225,18 +227,26 @@ def decode_seconds(
     links: Links,
     max_running: float = math.inf,
     engine: Engine = Engine(),
+    streamed: bool = False,
 ) -> TimeItems:
     """Seconds in which a replica generates `n_sequences` responses that all wait at the start.
 
     `capacity_tokens` is what its KV cache holds, `max_running` the engine's own limit. While sequences
     wait, a finished one makes room for the next; then the batch shrinks along the lengths' survival curve,
     and the longest response sets the end. Without waiting ones it is the survival curve alone.
+
+    `streamed`: responses that are not done go on in the next step, so there is no tail and `running` of them
+    always run. A long one is met more often: E[r^2] / 2 E[r] of the response is in the cache on average.
     """
     server = Server(Dims.of(shape), layout, machine, links, engine)
     mean, longest = response.mean, response.longest(max(1, round(n_sequences)))
     running = min(n_sequences, max_running, server.fits(capacity_tokens, prompt_tokens, mean))
-    waiting = n_sequences - running
     prefill = server.prefill(n_sequences * prompt_tokens, prompt_tokens)
+    if streamed:
+        steps = n_sequences * mean / running / engine.tokens_per_step
+        context = prompt_tokens + response.mean_square / (2 * mean)
+        return TimeItems((("prefill", prefill), ("stream", steps * float(server.step(running, context)[0]))))
+    waiting = n_sequences - running
     steady = 0.0
     if waiting > 0:
         # Room comes as sequences end: `waiting` responses of mean length, `running` at a time.

@@ -16,8 +16,9 @@ class Dims:
     mixture-of-experts model that have a plain feed-forward. Latent attention (DeepSeek) is `kv_rank` > 0:
     queries and keys are `head_dim` wide, values `value_dim`, and the cache holds `kv_rank` + `rope_dim`
     numbers of a token. `window` > 0 limits attention to that many tokens on `windowed` of the layers;
-    `attention_share` is the part of the layers that have softmax attention at all. `head_columns` is the
-    width of the head, 0: the vocabulary.
+    `attention_share` is the part of the layers that have softmax attention at all. `gate_dim` is how much
+    wider the first attention matrix is than queries, keys and values: output gates, or what linear attention
+    has more (mean over the layers). `head_columns` is the width of the head, 0: the vocabulary.
     """
 
     n_layers: int
@@ -41,6 +42,7 @@ class Dims:
     window: int = 0
     windowed: float = 0.0
     attention_share: float = 1.0
+    gate_dim: int = 0
     head_columns: int = 0
 
     @classmethod
@@ -90,7 +92,7 @@ class Dims:
         h = self.hidden
         if not self.kv_rank:
             kv = self.n_kv_heads * self.head_dim
-            return [(h, self.q_dim + 2 * kv, "out"), (self.v_dim, h, "in")]
+            return [(h, self.q_dim + 2 * kv + self.gate_dim, "out"), (self.v_dim, h, "in")]
         up = self.n_heads * (self.head_dim - self.rope_dim) + self.v_dim
         down = self.kv_rank + self.rope_dim
         if not self.q_rank:

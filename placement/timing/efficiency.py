@@ -42,6 +42,8 @@ class Efficiency:
         kernel: start of one kernel.
         host, moe_host: seconds that the host needs to start one layer's kernels forward, plain or with
             experts; twice that backward. A layer never takes less unless its kernels are recorded.
+        host_clock: how many times longer the host takes for anything than the x86 hosts that `host`,
+            `moe_host` and `serving` are fitted on.
         moe_extra: seconds a layer with experts adds in one pass (routing, sorting, synchronising).
         link, network: share of the link's rate inside and between nodes.
         overlap: share of communication meant to be hidden that costs the computation nothing.
@@ -74,6 +76,7 @@ class Efficiency:
     kernel: float = 4e-6
     host: float = 5e-4
     moe_host: float = 1.5e-3
+    host_clock: float = 1.0
     moe_extra: float = 3e-4
     link: float = 0.9
     network: float = 0.85

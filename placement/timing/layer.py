@@ -28,6 +28,9 @@ class How:
         dropout: scores and residuals pass a dropout.
         graphs: kernels are started from recorded graphs, so their start costs next to nothing.
         inference: nothing is kept for a backward pass; weights are stored in `dtype`.
+        fused_routing: tokens are sorted by expert in one kernel; else cut into a piece for each expert and
+            joined again (Megatron without `moe_permute_fusion`): tokens and probabilities on their way to the
+            experts, tokens on their way back. The host handles each piece in about a kernel's start.
     """
 
     dtype: str = "bfloat16"
@@ -37,6 +40,7 @@ class How:
     dropout: bool = False
     graphs: bool = False
     inference: bool = False
+    fused_routing: bool = True
 
 
 @dataclass
@@ -78,7 +82,10 @@ def decoder_layer(
         out.add("memory_bound", eff.moe_extra, eff.moe_extra)
     if not how.graphs:
         # The host starts kernels one by one: a layer takes at least as long as that.
-        host = (eff.moe_host if moe else eff.host) * (0.5 if how.inference else 1.0)
+        host = eff.moe_host if moe else eff.host
+        if moe and not how.fused_routing:
+            host += 3 * dims.n_experts * eff.kernel
+        host *= eff.host_clock * (0.5 if how.inference else 1.0)
         forward, backward = sum(out.forward.values()), sum(out.backward.values())
         out.add("host", max(0.0, host - forward), max(0.0, 2 * host - backward))
     return out

@@ -12,6 +12,11 @@ from rolemesh.placement.timing.links import Links
 
 BUCKET = 512e6  # bytes that a transfer sends in one piece
 BUCKET_START = 2e-3  # seconds of gathering names, copying and starting one piece
+# Seconds of one tensor that is gathered, renamed and loaded by itself, beyond those of its bytes. verl's
+# table of weight transfers (docs/advance/fully_async.md), tensor by tensor against large buckets: (15.76 -
+# 4.38 s) / 18,771 tensors of Qwen3-30B-A3B and (58.57 - 23.7 s) / 36,757 of Qwen3-235B-A22B are 0.61 and
+# 0.95 ms.
+TENSOR = 0.8e-3
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,44 @@ def weight_bytes(shape: ModelShape | Dims, bytes_per_param: float = 2.0) -> floa
     """Bytes of a whole model's weights."""
     dims = Dims.of(shape)
     return bytes_per_param * (dims.dense_params() + dims.expert_params() + dims.embedding_params())
+
+
+def n_tensors(shape: ModelShape | Dims) -> int:
+    """Tensors of a checkpoint: experts, and gate and up, are stored one by one."""
+    dims = Dims.of(shape)
+    each = 3 if dims.gated else 2
+    layer = len(dims.attention_weights()) + (4 if not dims.kv_rank else 2)  # q, k, v apart; two norms
+    moe = 1 + each * (dims.n_experts + (1 if dims.shared_ffn else 0))
+    dense = dims.n_layers - dims.n_moe_layers
+    return dims.n_layers * layer + dense * each + dims.n_moe_layers * moe + (2 if dims.tied else 3)
+
+
+def gathered_seconds(
+    shape: ModelShape | Dims,
+    source: Layout,
+    target: Layout,
+    *,
+    links: Links,
+    efficiency: Efficiency,
+    same_pool: bool,
+    between: float | None = None,
+    bytes_per_param: float = 2.0,
+) -> float:
+    """The same where every tensor is made whole on every source rank, and handed over as a checkpoint's.
+
+    Exports of Megatron models to inference engines work so (Megatron-Bridge in NeMo RL, verl): all ranks see
+    the whole model pass, whatever they keep of it. In the same pool an engine picks its part on the same
+    device; between pools a broadcast to all target ranks follows piece by piece, so the slower way counts.
+    """
+    model = weight_bytes(shape, bytes_per_param)
+    apart = source.tp * source.pp * source.ep > 1
+    near = source.tp * source.pp * source.ep <= links.per_node
+    rate = links.intra * efficiency.link if near else links.inter * efficiency.network
+    moving = model / rate if apart else 0.0
+    if not same_pool:
+        across = (links.inter if between is None else between) * efficiency.network
+        moving = max(moving, model / across)
+    return TENSOR * n_tensors(shape) + moving
 
 
 def transfer_seconds(

@@ -9,11 +9,12 @@ from plan_requests import LLAMA_1B, LLAMA_8B, MIXTRAL, SHORT, TAILED, ppo
 from rolemesh.placement.costs import DeviceSet
 from rolemesh.placement.hardware import hardware
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.lengths import Fixed
+from rolemesh.placement.lengths import Fixed, Measured
 from rolemesh.placement.memory import software, training_memory
 from rolemesh.placement.memory.process import slack_fraction
 from rolemesh.placement.roles import PlannerCosts, RequestError
 from rolemesh.placement.roles.choices import layouts
+from rolemesh.placement.roles.seconds import Batch
 from rolemesh.placement.timing.decode import Engine, decode_seconds
 from rolemesh.placement.timing.efficiency import Machine
 from rolemesh.placement.timing.layer import How
@@ -257,3 +258,45 @@ def test_options_do_not_depend_on_what_was_asked_before():
     assert [(c.option, dict(c.seconds), c.resident) for c in fresh] == [
         (c.option, dict(c.seconds), c.resident) for c in again
     ]
+
+
+def test_long_sequences_do_not_share_a_micro_batch():
+    """Room for 1000 tokens holds one of 600 or 1000; room for 2000 holds 2.5 of their mean."""
+    load = replace(SHORT, prompt_lengths=Fixed(100.0), response_lengths=Measured((500.0, 900.0)))
+    prices = PlannerCosts(ppo("1 x h100x8", workload=load)).seconds_of("actor", NODE)
+    assert prices.n_micro(8, 1) == 8
+    assert prices.n_micro(8, 2) == pytest.approx(8 * 800 / 2000)
+
+
+def test_scoring_may_have_a_micro_batch_of_its_own():
+    changes = {"actor": {"pins": {"tp": 2, "pp": 1}, "micro_batch_tokens": 256, "scoring_tokens": 4 * 256}}
+    request = ppo("1 x h100x8", changes=changes)
+    costs = PlannerCosts(request)
+    found = option(costs, "actor", NODE, recompute="none")
+    prices, batch = costs.seconds_of("actor", NODE), Batch.of(request, 4)
+    assert found.option.micro_batch == 1
+    assert found.seconds["old_log_prob"] == prices.infer(found.option.layout, 4, batch)
+    assert found.seconds["update_actor"] == prices.train(found.option.layout, 1, "none", batch)
+
+
+def test_streamed_responses_need_no_longest_one():
+    request = ppo("1 x h100x8", runnable=False, workload=TAILED)
+    waiting = option(PlannerCosts(replace(request, staleness=1)), "rollout", NODE, tp=1, offload=False)
+    streamed = option(
+        PlannerCosts(replace(request, staleness=1, streamed=True)), "rollout", NODE, tp=1, offload=False
+    )
+    assert streamed.seconds["generate"] < waiting.seconds["generate"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"streamed": True, "staleness": 1}, "runnable=False"),
+        ({"gathered": True}, "runnable=False"),
+        ({"fused_routing": False}, "runnable=False"),
+        ({"streamed": True, "runnable": False}, "staleness 1"),
+    ],
+)
+def test_ways_of_other_software_are_only_predicted(changes, said):
+    with pytest.raises(RequestError, match=said):
+        replace(ppo("1 x h100x8"), **changes)

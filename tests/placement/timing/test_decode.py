@@ -9,7 +9,7 @@ from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.costs import DeviceSet
 from rolemesh.placement.hardware import hardware, profiles
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.lengths import Fixed, log_normal
+from rolemesh.placement.lengths import Fixed, Measured, log_normal
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.timing.decode import Engine, Server, decode_seconds
 from rolemesh.placement.timing.dims import Dims
@@ -18,7 +18,10 @@ from rolemesh.placement.timing.links import Links
 from rolemesh.placement.timing.training import inference_seconds, training_seconds
 from rolemesh.placement.timing.transfer import (
     BUCKET_START,
+    TENSOR,
     Remote,
+    gathered_seconds,
+    n_tensors,
     offload_seconds,
     transfer_seconds,
     weight_bytes,
@@ -95,6 +98,16 @@ def test_full_cache_makes_waves() -> None:
     assert few["waves"] == pytest.approx(100 * 0.386e-3)
 
 
+def test_streamed_responses_have_no_tail() -> None:
+    seconds = decode_seconds(
+        DIMS, Layout(), prompt_tokens=1000, response=Measured((50, 150)), n_sequences=8,
+        capacity_tokens=4 * 1050, machine=MACHINE, links=LINKS, streamed=True,
+    )  # fmt: skip
+    # 8 x 100 tokens, 4 at a time: 200 steps; 1000 + 12,500 / 200 = 1062.5 tokens are held by each on average.
+    assert seconds["stream"] == pytest.approx(200 * (0.302e-3 + 4 * 1062.5 * 20_000 / 1e12))
+    assert set(seconds) == {"prefill", "stream"}
+
+
 def test_long_tail_sets_the_end() -> None:
     def total(response: object) -> float:
         return decode_seconds(
@@ -141,6 +154,20 @@ def test_transfer_between_pools_is_bound_by_the_slower_side() -> None:
     )
     # 8 senders send an eighth each, 2 receivers take a half each, at 1e10 B/s.
     assert seconds == pytest.approx(BUCKET_START + weight_bytes(DIMS) / 2 / 1e10)
+
+
+def test_gathered_weights_pass_every_rank_tensor_by_tensor() -> None:
+    # 10 layers of q, k, v, o, two norms, gate, up, down; embedding, last norm, head.
+    assert n_tensors(DIMS) == 10 * 9 + 3
+    moe = Dims(10, 1000, 10, 5, 100, 4000, 1000, n_experts=8, top_k=2, expert_ffn=500, n_dense_layers=1)
+    assert n_tensors(moe) == 10 * 6 + 3 + 9 * (1 + 3 * 8) + 3
+    ways = {"links": LINKS, "efficiency": EFF}
+    kept = gathered_seconds(DIMS, Layout(), Layout(), same_pool=True, **ways)
+    assert kept == pytest.approx(93 * TENSOR)
+    cut = gathered_seconds(DIMS, Layout(tp=4), Layout(tp=4), same_pool=True, **ways)
+    assert cut == pytest.approx(93 * TENSOR + 304e6 / 1e11)  # the whole model over the fast link
+    apart = gathered_seconds(DIMS, Layout(tp=4), Layout(tp=4), same_pool=False, **ways)
+    assert apart == pytest.approx(93 * TENSOR + 304e6 / 1e10)  # the broadcast is the slower way
 
 
 def test_offload_and_remote() -> None:

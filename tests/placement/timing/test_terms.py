@@ -239,3 +239,25 @@ def test_total_is_the_sum() -> None:
     step = _step(Layout(tp=2, dp=2))
     assert step.total == pytest.approx(math.fsum(step.values()))
     assert "gemm" in str(step)
+
+
+def test_host_sets_the_pace_of_small_expert_layers() -> None:
+    experts = Dims(4, 64, 2, 2, 32, 1, 2048, n_experts=8, top_k=2, expert_ffn=64)
+
+    def host(clock: float = 1.0, fused: bool = True) -> tuple[float, float]:
+        eff = IDEAL.with_(moe_host=1.0, kernel=1e-3, host_clock=clock)
+        machine = Machine("host", (("bfloat16", 1e15),), 1e18, 4, eff)
+        keys = {"sequences": 1, "seq_len": 128, "moe": True, "machine": machine}
+        keys["how"] = How(fused_routing=fused)
+        work = decoder_layer(experts, Layout(), **keys)  # type: ignore[arg-type]
+        return sum(work.forward.values()), sum(work.backward.values())
+
+    assert host() == pytest.approx((1.0, 2.0))  # whatever the device needs, as long as it is less
+    assert host(clock=1.5) == pytest.approx((1.5, 3.0))
+    # A piece for each of 8 experts, of three tensors, each a kernel's start.
+    assert host(fused=False) == pytest.approx((1.024, 2.048))
+
+
+def test_gates_widen_the_first_attention_matrix() -> None:
+    gated = Dims(4, 1024, 8, 8, 128, 4096, 2048, gated=False, gate_dim=1024)
+    assert gated.attention_params() == DIMS.attention_params() + 1024 * 1024
