@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from rolemesh.engine.remote.endpoints import Endpoint, Endpoints, Unavailable, wait_until_ready
+from rolemesh.engine.remote.endpoints import Endpoint, Endpoints, Unavailable, in_words, wait_until_ready
 
 T = TypeVar("T")
 
@@ -87,19 +87,21 @@ class BadAnswer(Exception):
 
 
 class _Failed(Exception):
-    """One try. `again`: another may succeed. `of_content`: see `RemoteError`."""
+    """One try. `again`: another may succeed, in `wait_s` at the earliest. `of_content`: see `RemoteError`."""
 
-    def __init__(self, url: str, why: str, *, again: bool = True, of_content: bool = False) -> None:
+    def __init__(
+        self, url: str, why: str, *, again: bool = True, of_content: bool = False, wait_s: float = 0.0
+    ) -> None:
         super().__init__(why)
-        self.url, self.again, self.of_content = url, again, of_content
+        self.url, self.again, self.of_content, self.wait_s = url, again, of_content, wait_s
 
 
 class _Busy(Exception):
     """The server has no room now, and may have named when to come back."""
 
-    def __init__(self, endpoint: Endpoint, wait_s: float, body: str) -> None:
+    def __init__(self, wait_s: float, body: str) -> None:
         super().__init__(body)
-        self.endpoint, self.wait_s = endpoint, wait_s
+        self.wait_s = wait_s
 
 
 class Client:
@@ -121,7 +123,7 @@ class Client:
     def __init__(
         self,
         endpoints: Sequence[str],
-        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        limits: Limits = Limits(),
         *,
         token: str | None = None,
         what: str = "reward",
@@ -152,8 +154,8 @@ class Client:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Since the start: requests, retries, timeouts, connection_errors, status_4xx, status_429, status_5xx,
-        bad_answers, failed."""
+        """Since the start: requests, retries, failed (requests), timeouts, connection_errors, status_4xx,
+        status_429, status_5xx, bad_answers (tries)."""
         return self._counters
 
     async def post(
@@ -173,18 +175,19 @@ class Client:
         Raises:
             RemoteError: every try failed, or one in a way that no other can mend.
         """
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("await Client.post inside Client.run: its connections belong to another loop")
         self._counters["requests"] += 1
         headers = {"content-type": content_type}
-        last: _Failed | None = None
-        tries = 0
+        tries, endpoint = 0, None
         while True:
             try:
                 await self.endpoints.admitted()
                 async with self._slots:
-                    avoid = last.url if last is not None else None
-                    endpoint = self.endpoints.take(avoid)
-                    if endpoint is None:  # closed while this request waited for its place
+                    taken = self.endpoints.take(avoid=endpoint)
+                    if taken is None:  # the last one was opened while this request waited for its place
                         continue
+                    endpoint = taken
                     return await self._try(endpoint, path, content, headers, read)
             except _Failed as failure:
                 last = failure
@@ -195,7 +198,7 @@ class Client:
                 self._counters["failed"] += 1
                 raise RemoteError(last.url, tries, str(last), of_content=last.of_content)
             self._counters["retries"] += 1
-            await asyncio.sleep(self.limits.wait_s(tries))
+            await asyncio.sleep(self._wait_s(tries, min(last.wait_s, self.limits.total_s)))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result, from synchronous code; it is cancelled when this thread is interrupted."""
@@ -227,13 +230,23 @@ class Client:
         `failed` is left out: it counts requests, and callers report samples under that name.
         """
         now = Counter(self._counters)
-        names = ("requests", "retries", "timeouts", "connection_errors", "status_429", "status_5xx", "bad_answers")
+        names = (
+            "requests",
+            "retries",
+            "timeouts",
+            "connection_errors",
+            "status_429",
+            "status_5xx",
+            "bad_answers",
+        )
         metrics: dict[str, float] = {f"{prefix}/{name}": now[name] - self._taken[name] for name in names}
         self._taken = now
         taken = sorted(self._latencies_s.popleft() for _ in range(len(self._latencies_s)))
         if taken:
             for percent in (50, 99):
-                metrics[f"{prefix}/latency_p{percent}_s"] = taken[min(len(taken) * percent // 100, len(taken) - 1)]
+                metrics[f"{prefix}/latency_p{percent}_s"] = taken[
+                    min(len(taken) * percent // 100, len(taken) - 1)
+                ]
         return metrics
 
     def close(self) -> None:
@@ -252,6 +265,10 @@ class Client:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _wait_s(self, tries: int, asked_s: float) -> float:
+        """The wait after `tries` failed tries, no shorter than the server asks; requests come back spread."""
+        return max(self.limits.wait_s(tries), asked_s + random.random() * self.limits.backoff_s)
+
     async def _try(
         self,
         endpoint: Endpoint,
@@ -268,7 +285,7 @@ class Client:
                 return await self._send(endpoint, path, content, headers, read)
             except _Busy as busy:
                 refusals += 1
-                wait_s = max(self.limits.wait_s(refusals), busy.wait_s)
+                wait_s = self._wait_s(refusals, busy.wait_s)
                 url = endpoint.url_of(path)
                 if time.monotonic() + wait_s > deadline_s:
                     asks = f" and asks to wait {busy.wait_s:g} s more" if busy.wait_s else ""
@@ -279,7 +296,7 @@ class Client:
                         again=False,
                     ) from None
             await asyncio.sleep(wait_s)
-            free = self.endpoints.take(endpoint.url)
+            free = self.endpoints.take(avoid=endpoint)
             if free is None:
                 raise _Failed(url, f"full (status 429), and then not reachable: {self.endpoints.report()}")
             endpoint = free
@@ -301,7 +318,7 @@ class Client:
             async with asyncio.timeout(limits.total_s):
                 response, body = await self._exchange(url, content, headers)
             answered = response.status_code < 500
-            result = self._read(endpoint, url, response, body, read)
+            result = self._read(url, response, body, read)
             self._latencies_s.append(time.monotonic() - start_s)
             return result
         except TimeoutError:
@@ -314,13 +331,12 @@ class Client:
             fault = f"no {'connection' if connecting else 'answer'} within {limit}"
         except httpx2.HTTPError as error:
             self._counters["connection_errors"] += 1
-            fault = f"{type(error).__name__}: {error or 'the connection was closed'}"
+            fault = f"{endpoint.address} {in_words(error)}"
         except _Failed as failure:
             fault = str(failure)
             raise
         finally:
-            endpoint_fault = None if answered else fault
-            self.endpoints.release(endpoint, answered=answered, fault=endpoint_fault)
+            self.endpoints.release(endpoint, answered=answered, fault=fault)
         raise _Failed(url, fault)
 
     async def _exchange(
@@ -341,7 +357,6 @@ class Client:
 
     def _read(
         self,
-        endpoint: Endpoint,
         url: str,
         response: httpx2.Response,
         body: bytes,
@@ -350,10 +365,11 @@ class Client:
         status, kind = response.status_code, response.headers.get("content-type", "")
         if status == 429:
             self._counters["status_429"] += 1
-            raise _Busy(endpoint, retry_after_s(response.headers.get("retry-after")), shown(body))
+            raise _Busy(retry_after_s(response.headers.get("retry-after")), shown(body))
         if status >= 500:
             self._counters["status_5xx"] += 1
-            raise _Failed(url, f"status {status}: {shown(body)}", of_content=status == 500)
+            asked_s = retry_after_s(response.headers.get("retry-after"))
+            raise _Failed(url, f"status {status}: {shown(body)}", of_content=status == 500, wait_s=asked_s)
         if status >= 400:
             self._counters["status_4xx"] += 1
             about = status not in (401, 403, 404, 405, 407)
@@ -366,7 +382,8 @@ class Client:
             return read(body, kind)
         except BadAnswer as error:
             self._counters["bad_answers"] += 1
-            raise _Failed(url, f"{error} (the answer, {kind or 'no content type'}: {shown(body)})", of_content=True)  # noqa: B904
+            why = f"{error}; the answer ({kind or 'no content type'}): {shown(body)}"
+            raise _Failed(url, why, of_content=True) from None
 
 
 def retry_after_s(value: str | None) -> float:

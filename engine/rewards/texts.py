@@ -73,7 +73,9 @@ class RewardTexts:
         """
         rows = list(zip(*self._ids(data), strict=True))
         if self.template == "raw":
-            return [RewardText(self._text(prompt), self._text(reply), prompt, reply) for prompt, reply in rows]
+            return [
+                RewardText(self._text(prompt), self._text(reply), prompt, reply) for prompt, reply in rows
+            ]
         if "raw_prompt" not in data.non_tensor_batch:
             raise TextError("template chat needs column raw_prompt, the conversation; use template raw")
         conversations = data.non_tensor_batch["raw_prompt"]
@@ -101,9 +103,11 @@ class RewardTexts:
         )
 
     def _chat(self, row: int, conversation: Any, reply_ids: tuple[int, ...]) -> tuple[str, str]:
-        """Prompt and reply, cut where the reply's turn begins; together they are the rendered conversation."""
-        messages = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        """Prompt and reply, cut where the reply's turn begins; together they are the whole conversation."""
+        if isinstance(conversation, str):
+            conversation = [{"role": "user", "content": conversation}]
+        # Parquet gives every message the fields of all messages: None where it has none.
+        messages = [{key: value for key, value in turn.items() if value is not None} for turn in conversation]
         special = set(self.tokenizer.all_special_ids)
         end = len(reply_ids)
         while end and reply_ids[end - 1] in special:
@@ -113,7 +117,7 @@ class RewardTexts:
         try:
             whole = _render(self.reward_tokenizer, [*messages, {"role": "assistant", "content": content}])
             prompt = _render(self.reward_tokenizer, messages, add_generation_prompt=True)
-            if not whole.startswith(prompt):  # the template opens a tag, or rewrites turns that a reply follows
+            if not whole.startswith(prompt):  # it opens a tag for the reply, or rewrites turns before one
                 prompt = _common_start(prompt, whole)
         except Exception as error:
             raise TextError(
@@ -124,7 +128,7 @@ class RewardTexts:
         return once[: len(once) - len(whole) + len(prompt)], whole[len(prompt) :]
 
     def _prefill(self, messages: list[dict[str, Any]]) -> str:
-        """What the policy's chat template wrote of the reply itself, as an opening tag; else an empty text."""
+        """What the policy's chat template wrote of the reply itself, as an opening tag; else nothing."""
         if self.tokenizer.chat_template is None:
             return ""
         try:
