@@ -2,7 +2,8 @@
 
 It speaks all three forms of requests and gives each sample the score `right_score(query)`, so that a test can
 tell which sample an answer belongs to. `--script 503,reset,ok` makes faults in that order (`ok` afterwards),
-`--share 0.05` at random; `--delay` is the time that each answer takes. `GET /seen` tells what happened.
+`--share 0.05` at random; `--delay` is the time that each answer takes. `GET /seen` tells what happened, and
+`GET /reset?script=...&share=...` begins anew.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from urllib.parse import parse_qsl, urlencode
 
 from rolemesh.engine.remote.forms import Sample, Score, answer, read_request
 
@@ -55,8 +57,12 @@ def right_score(query: str) -> float:
 class Service:
     """The faults to come, and what was seen."""
 
-    def __init__(self, script: list[str], share: float, kinds: list[str], seed: int, delay_s: float) -> None:
-        self.script, self.share, self.kinds, self.delay_s = script, share, kinds, delay_s
+    def __init__(self, script: str, share: float, kinds: str, seed: int, delay: float) -> None:
+        self.script = [name for name in script.split(",") if name]
+        self.share, self.kinds, self.delay_s = share, kinds.split(","), delay
+        unknown = {*self.script, *self.kinds} - {*FAULTS, *OTHERS}
+        if unknown:
+            raise ValueError(f"no faults {sorted(unknown)}; there are {[*FAULTS, *OTHERS]}")
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.samples: Counter[str] = Counter()  # by query: how often it was scored in an answer without fault
@@ -104,6 +110,16 @@ class Service:
         if path == "/seen":
             names = ("faults", "samples", "requests", "most_in_flight", "authorization", "bodies")
             return 200, {name: getattr(self, name) for name in names}
+        if path.startswith("/reset?"):
+            given = dict(parse_qsl(path.partition("?")[2]))
+            self.__init__(  # type: ignore[misc]
+                given.get("script", ""),
+                float(given.get("share", 0)),
+                given.get("kinds", ",".join(FAULTS)),
+                int(given.get("seed", 0)),
+                float(given.get("delay", 0)),
+            )
+            return 200, {}
         if path in ("/sick", "/well"):
             self.healthy = path == "/well"
             return 200, {}
@@ -231,6 +247,11 @@ class Running:
         """Counts of faults, of samples (by query), of requests, the most in flight, the first bodies."""
         return self.get("/seen")
 
+    def reset(self, script: str = "", **options: float | str) -> Self:
+        """Forget all, and begin anew with other faults."""
+        self.get(f"/reset?{urlencode({'script': script, **options})}")
+        return self
+
 
 @contextlib.contextmanager
 def faulty_server(*arguments: str) -> Iterator[Running]:
@@ -256,12 +277,7 @@ async def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that an answer takes")
     parser.add_argument("--port", type=int, default=0)
     given = parser.parse_args()
-    script = [name for name in given.script.split(",") if name]
-    kinds = given.kinds.split(",")
-    unknown = {*script, *kinds} - {*FAULTS, *OTHERS}
-    if unknown:
-        parser.error(f"no faults {sorted(unknown)}; there are {[*FAULTS, *OTHERS]}")
-    service = Service(script, given.share, kinds, given.seed, given.delay)
+    service = Service(given.script, given.share, given.kinds, given.seed, given.delay)
     server = await asyncio.start_server(service.handle, "127.0.0.1", given.port, limit=1 << 26)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:

@@ -136,20 +136,17 @@ class Client:
         self._latencies_s: deque[float] = deque(maxlen=100_000)
         self._taken: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(limits.in_flight)
-        self._http = httpx2.AsyncClient(
-            headers={"authorization": f"Bearer {token}"} if token else None,
-            timeout=httpx2.Timeout(limits.read_s, connect=limits.connect_s, pool=None),
-            limits=httpx2.Limits(
-                max_connections=limits.in_flight + len(endpoints),
-                max_keepalive_connections=limits.in_flight,
-                keepalive_expiry=30.0,
-            ),
-        )
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        secure = any(endpoint.url.startswith("https") for endpoint in self.endpoints.all)
+        self._tls = httpx2.create_ssl_context() if secure else False  # takes a while, and http needs none
+        self._lines: list[httpx2.AsyncClient] = []
+        self._idle: list[httpx2.AsyncClient] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=f"{what}-client")
         self._thread.start()
+        self._checks = self._line()
         self._watch = asyncio.run_coroutine_threadsafe(
-            self.endpoints.watch(self._http, limits.connect_s), self._loop
+            self.endpoints.watch(self._checks, limits.connect_s), self._loop
         )
 
     @property
@@ -218,7 +215,7 @@ class Client:
             RemoteError: none is ready within the limit; the message names each, with the recipe's option.
         """
         try:
-            return self.run(wait_until_ready(self.endpoints, self._http, limit_s))
+            return self.run(wait_until_ready(self.endpoints, self._checks, limit_s))
         except Unavailable as error:
             raise RemoteError(error.url, 1, str(error)) from None
 
@@ -254,7 +251,7 @@ class Client:
         if self._loop.is_closed():
             return
         self._watch.cancel()
-        asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         self._loop.close()
@@ -339,21 +336,36 @@ class Client:
             self.endpoints.release(endpoint, answered=answered, fault=fault)
         raise _Failed(url, fault)
 
+    def _line(self) -> httpx2.AsyncClient:
+        """One that holds a connection to each endpoint: it looks at all its connections for every request,
+        which costs more than the request does when there are many."""
+        line = httpx2.AsyncClient(
+            headers=self._headers,
+            verify=self._tls,
+            timeout=httpx2.Timeout(self.limits.read_s, connect=self.limits.connect_s, pool=None),
+            limits=httpx2.Limits(keepalive_expiry=30.0),
+        )
+        self._lines.append(line)
+        return line
+
+    async def _hang_up(self) -> None:
+        await asyncio.gather(*(line.aclose() for line in self._lines))
+
     async def _exchange(
         self, url: str, content: bytes, headers: dict[str, str]
     ) -> tuple[httpx2.Response, bytes]:
         """The response and its body, which may not be too long."""
-        request = self._http.build_request("POST", url, content=content, headers=headers)
-        response = await self._http.send(request, stream=True)
+        line = self._idle.pop() if self._idle else self._line()
         try:
-            body = bytearray()
-            async for piece in response.aiter_bytes():
-                body += piece
-                if len(body) > MOST_BYTES:
-                    raise _Failed(url, f"the answer is longer than {MOST_BYTES >> 20} MiB", again=False)
-            return response, bytes(body)
+            async with line.stream("POST", url, content=content, headers=headers) as response:
+                body = bytearray()
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MOST_BYTES:
+                        raise _Failed(url, f"the answer is longer than {MOST_BYTES >> 20} MiB", again=False)
+                return response, bytes(body)
         finally:
-            await response.aclose()
+            self._idle.append(line)
 
     def _read(
         self,
