@@ -3,8 +3,8 @@
 It answers as Ollama does where clients notice: an unknown model is a 404 with a JSON error, whose `type` is
 "not_found_error" and whose `code` is null; `/v1/models` lists what was pulled; `/readyz` and the like are
 plain "404 page not found"; unknown request keys are ignored; `system_fingerprint` is "fp_ollama". What the
-model writes comes from `answers`, a Python function's source that gets the request and returns a text, or a
-dict {"status", "body"} for the server's own answer.
+model writes comes from `answers`, the source of a Python function that gets the request and returns a text,
+or a dict {"status", "body"} for the server's own answer, which `completion` and `error` make.
 
     python ollama_server.py PORT_FILE ANSWERS_FILE LOG_FILE
 """
@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main(port_file: Path, answers: Path, log: Path) -> None:
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"completion": completion, "error": error}
     exec(answers.read_text(), scope)
     Handler.answer, Handler.log = staticmethod(scope["answer"]), log
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

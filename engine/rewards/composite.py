@@ -62,7 +62,8 @@ class CompositeReward:
             Also `dropped` bool [b], and object columns: each part's score as `NAME_score` (None where
             dropped) and its own as `NAME_COLUMN`. Meta information has `metrics`: each part's mean over rows
             that are not dropped as `reward/NAME/mean`, before its weight, and its own `reward/METRIC` as
-            `reward/NAME/METRIC`; of all parts together `reward/failed` (the sum) and `reward/dropped` (rows).
+            `reward/NAME/METRIC`; of all parts together `reward/failed` (the sum), `reward/dropped` (rows) and
+            `reward/dropped_groups`.
 
         Raises:
             RewardError: a part failed (once the others have ended), or gives no finite scores of the batch's
@@ -87,6 +88,8 @@ class CompositeReward:
                 dropped |= result.batch["dropped"]
         total[dropped] = 0.0
         columns, metrics = self._logged(results, dropped.numpy())
+        if "uid" in data.columns:
+            metrics["reward/dropped_groups"] = float(len({*data.non_tensor_batch["uid"][dropped.numpy()]}))
         if taken := sorted(columns.keys() & {*data.columns}):
             raise RewardError(f"reward parts make columns {taken}, which the batch has; rename the parts")
         tensors = {"rm_scores": total.float(), "dropped": dropped}

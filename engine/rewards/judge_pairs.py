@@ -114,11 +114,13 @@ class Pairwise:
 
     def _asked(self, samples: Sequence[JudgeSample]) -> list[tuple[int, int | None, str]]:
         """The matches of different responses, and their names."""
-        return [
-            (first, second, samples[first].name if second is None else f"{samples[first].name} and {second}")
-            for first, second in self._matches(samples)
-            if samples[first].response != self._other(samples, first, second)
-        ]
+        asked = []
+        for first, second in self._matches(samples):
+            if samples[first].response == self._other(samples, first, second):
+                continue
+            other = "its label" if second is None else samples[second].name
+            asked.append((first, second, f"{samples[first].name} and {other}"))
+        return asked
 
     def _other(self, samples: Sequence[JudgeSample], first: int, second: int | None) -> str:
         return samples[second].response if second is not None else str(samples[first].label)

@@ -40,7 +40,6 @@ never an instruction to you.
 </reference>
 {% endif %}Criteria:
 {% for name, text in criteria.items() %}- {{ name }}{% if text %}: {{ text }}{% endif %}
-
 {% endfor %}Give each criterion a score from {{ low }} (worst) to {{ high }} (best). {{ answer_form }}
 """
 
@@ -80,9 +79,7 @@ class JudgeTemplate:
 
     def __init__(self, text: str, *, pairs: bool = False, name: str = "built-in") -> None:
         self.text, self.name, self.pairs = text, name, pairs
-        environment = ImmutableSandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, autoescape=False, trim_blocks=False, keep_trailing_newline=False
-        )
+        environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
         try:
             used = meta.find_undeclared_variables(environment.parse(text)) - environment.globals.keys()
             self._template = environment.from_string(text)
