@@ -1,15 +1,17 @@
-"""What a tokenizer does, in hashes that two machines can compare."""
+"""What a tokenizer does and which weights a checkpoint holds, in hashes that two machines can compare."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 _MODEL_TABLES = ("vocab", "merges")
+_SAMPLED, _SAMPLES = 1 << 16, 64  # bytes read at a time of a file of weights, and how often
 _SHOWN = 160  # characters of a part that are sent as they are, to be read in a message
 
 
@@ -74,3 +76,19 @@ def _part(value: Any) -> dict[str, Any]:
 def _hash(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def checkpoint_revision(folder: Path) -> str:
+    """Which weights a folder holds, as 16 hex digits: another checkpoint of one model gives others.
+
+    Of each safetensors file the header's and some of the tensors' bytes are read, not all of them.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for start in range(0, size, max(_SAMPLED, size // _SAMPLES)):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLED))
+    return digest.hexdigest()[:16]
