@@ -31,7 +31,7 @@ CONSTRAINTS: tuple[Constraint, ...] = ("json_schema", "regex", "none")
 SAMPLING: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 512}
 PROBE_TOKENS = 16
 _COUNTED = ("questions", "cache_hits", "parse_retries", "parse_failures")
-_OURS = ("model", "messages", "response_format", "structured_outputs", "guided_regex", "stream", "n")
+_OURS = ("model", "messages", "response_format", "structured_outputs", "stream", "n")
 
 
 class JudgeReward:
@@ -262,7 +262,6 @@ class JudgeReward:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif constraint == "regex":
             body["structured_outputs"] = {"regex": self.form.regex()}
-            body["guided_regex"] = self.form.regex()  # its name in vLLM before 0.11
         return body
 
 

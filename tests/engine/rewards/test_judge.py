@@ -50,6 +50,13 @@ def test_what_judges_write_is_a_score_or_a_counted_failure(tmp_path):
     assert not result.batch["dropped"].any()
 
 
+def test_a_small_model_may_write_the_score_as_text_whatever_the_schema_says(tmp_path):
+    answers = ['{"reasoning": "ok", "score": "0.75"}', '```json\n{"Score": "0.5/1"}\n```']
+    with ollama(tmp_path, ECHOING) as server, judge(server.endpoint, template=ECHO) as reward:
+        assert reward.start() == "json_schema"
+        assert scores(reward.score(batch(answers))) == [0.75, 0.5]
+
+
 def test_a_score_off_the_scale_is_clamped_only_when_asked(tmp_path):
     form = Scores(Scale(0, 1, clamp=True))
     with (
