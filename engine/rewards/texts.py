@@ -40,7 +40,8 @@ class RewardTexts:
             rendered conversation always has those of its template, and never the policy's end of turn.
         reward_tokenizer: the reward model's; needed for `chat`.
 
-    A kept text holds one BOS where its tokenizer or template writes any: `token_ids` gives its tokens.
+    A rendered conversation begins with one BOS where its template or tokenizer writes any; who encodes a text
+    that begins with BOS adds none (`rolemesh.engine.data.encode.prompt_tokens`).
 
     Raises:
         TextError: `chat` without a tokenizer that has a chat template.
@@ -149,12 +150,6 @@ def one_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     while text.startswith(bos):
         text = text[len(bos) :]
     return bos + text if written or _adds_bos(tokenizer) else text
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokens of a text that may hold its special tokens already: one BOS where there is to be any, and no
-    EOS but the written one."""
-    return list(tokenizer(one_bos(tokenizer, text), add_special_tokens=False)["input_ids"])
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -10,7 +10,7 @@ from faulty_server import Running, faulty_server, right_score
 from rolemesh.engine.remote import http
 from rolemesh.engine.remote.http import BadAnswer, Client, Limits, RemoteError, retry_after_s
 
-QUICK = {"backoff_s": 0.05, "read_s": 10, "total_s": 20}
+QUICK = {"backoff_s": 0.05, "connect_s": 60, "read_s": 60, "total_s": 90}
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,12 @@ def test_requests_in_flight_are_capped(server):
     assert 8 < server.seen["most_in_flight"] <= 16
 
 
+@pytest.mark.full
 def test_waiting_for_a_place_does_not_count_as_time_of_a_request(server):
-    server.reset(delay=0.4)
-    with Client([server.url], Limits(in_flight=1, total_s=1.5, retries=0)) as client:
-        client.run(ask_all(client, 5))
-        assert client.counters == {"requests": 5}
+    server.reset(delay=1.0)
+    with Client([server.url], Limits(in_flight=1, total_s=4, retries=0)) as client:
+        client.run(ask_all(client, 6))
+        assert client.counters == {"requests": 6}
 
 
 def test_a_full_server_is_asked_again_when_it_says_and_no_try_is_lost(server):
@@ -168,7 +169,7 @@ def test_metrics_are_those_since_the_last_time(server):
         client.run(ask_all(client, 1))
         metrics = client.take_metrics("reward")
         assert metrics["reward/requests"] == metrics["reward/retries"] == metrics["reward/status_5xx"] == 1
-        assert 0 < metrics["reward/latency_p50_s"] <= metrics["reward/latency_p99_s"] < 20
+        assert 0 < metrics["reward/latency_p50_s"] <= metrics["reward/latency_p99_s"] < 90
         later = client.take_metrics("reward")
         assert "reward/latency_p50_s" not in later
         assert set(later.values()) == {0}

@@ -5,8 +5,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from rolemesh.engine.data.encode import prompt_tokens
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.rewards.texts import RewardTexts, TextError, one_bos, token_ids
+from rolemesh.engine.rewards.texts import RewardTexts, TextError, one_bos
 
 VOCAB = ["<pad>", "<s>", "</s>", "<im_end>", "<think>", "</think>", "<answer>", "</answer>", "\n"]
 VOCAB += ["he", "llo", "hello", "user", "bot", ":", "a", "b", "x", "4", " "]
@@ -76,7 +77,7 @@ def test_ids_that_would_be_encoded_otherwise_are_kept_and_the_text_is_theirs():
     (text,) = RewardTexts(tokenizer)(samples([(["a"], ["he", "llo"])]))
     assert text.response == "hello"
     assert [VOCAB[i] for i in text.response_ids] == ["he", "llo"]
-    assert token_ids(tokenizer, "hello") == [VOCAB.index("hello")]
+    assert prompt_tokens("hello", tokenizer) == [VOCAB.index("hello")]
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -84,8 +85,8 @@ def test_a_text_that_holds_bos_gives_one_and_the_policys_ids(adds_bos):
     tokenizer = make(adds_bos=adds_bos)
     (text,) = RewardTexts(tokenizer, special_tokens="keep")(samples([(["<s>", "a"], ["b", "</s>"])]))
     assert (text.prompt, text.response) == ("<s>a", "b</s>")
-    assert token_ids(tokenizer, text.prompt + text.response) == [*text.prompt_ids, *text.response_ids]
-    assert token_ids(tokenizer, "ab").count(tokenizer.bos_token_id) == adds_bos
+    assert prompt_tokens(text.prompt + text.response, tokenizer) == [*text.prompt_ids, *text.response_ids]
+    assert prompt_tokens("ab", tokenizer).count(tokenizer.bos_token_id) == adds_bos
     assert one_bos(tokenizer, "<s><s>a") == "<s>a"
 
 
@@ -102,7 +103,7 @@ def test_a_conversation_is_rendered_with_the_reward_models_template():
         "<s>user:x<im_end>assistant:4<im_end>",
     ]
     assert texts[1].response.endswith("4<im_end>")
-    assert token_ids(judge, texts[0].prompt + texts[0].response).count(judge.bos_token_id) == 1
+    assert prompt_tokens(texts[0].prompt + texts[0].response, judge).count(judge.bos_token_id) == 1
 
 
 def test_a_tag_that_the_policys_template_opened_counts_to_the_reply():
