@@ -70,16 +70,17 @@ class CompositeReward:
                 shape.
         """
         futures = {name: self._pool.submit(part.reward.score, data) for name, part in self.parts.items()}
-        results, failures = {}, {}
+        results: dict[str, DataProto] = {}
+        failures: dict[str, Exception] = {}
         for name, future in futures.items():
             try:
                 results[name] = self._checked(name, future.result(), data)
             except Exception as error:
                 failures[name] = error
         if failures:
-            name, error = next(iter(failures.items()))
+            name, failure = next(iter(failures.items()))
             others = f" (so did {', '.join([*failures][1:])})" if len(failures) > 1 else ""
-            raise RewardError(f"reward part {name!r} failed{others}: {error}") from error
+            raise RewardError(f"reward part {name!r} failed{others}: {failure}") from failure
         total = torch.zeros(data.batch["responses"].shape, dtype=torch.float64)
         dropped = torch.zeros(len(data), dtype=torch.bool)
         for name, result in results.items():

@@ -81,7 +81,7 @@ class JudgeReward:
             raise JudgeError(f"judge template {self.template.name} shows {shows}; the form needs the other")
         self.model, self.system, self.retries, self.cache = model, system, retries, cache
         self.sampling = dict(SAMPLING if sampling is None else sampling)
-        self._candidates = CONSTRAINTS if constraint == "auto" else (constraint,)
+        self._candidates: tuple[Constraint, ...] = CONSTRAINTS if constraint == "auto" else (constraint,)
         self._constraint: Constraint | None = None
         self._counts: Counter[str] = Counter()
 
@@ -250,7 +250,7 @@ class JudgeReward:
     def _body(self, text: str, constraint: Constraint, retry: int) -> dict[str, Any]:
         """A request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, {"role": "user", "content": text}],
             **self.sampling,

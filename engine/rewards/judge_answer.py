@@ -160,7 +160,8 @@ def _whole_json(text: str) -> Any:
 def _objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, outermost only. Raises AnswerError where there is but a broken one."""
     decoder = json.JSONDecoder(object_pairs_hook=_single_keys)
-    found, position, broken = [], 0, False
+    found: list[dict[str, Any]] = []
+    position, broken = 0, False
     while (start := text.find("{", position)) >= 0:
         try:
             value, position = decoder.raw_decode(text, start)

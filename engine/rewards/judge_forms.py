@@ -53,9 +53,17 @@ class JudgeForm(Protocol):
     the result of a sample that has no reward for that reason.
     """
 
-    default_template: str
-    pairs: bool  # whether the template shows two responses
-    whole_groups: bool  # whether the samples of one group must come in one batch
+    @property
+    def default_template(self) -> str: ...
+    @property
+    def pairs(self) -> bool:
+        """Whether the template shows two responses."""
+        ...
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the samples of one group must come in one batch."""
+        ...
 
     def answer_form(self, constraint: Constraint) -> str: ...
     def schema(self) -> dict[str, Any]: ...
@@ -114,7 +122,7 @@ class Scores:
     def schema(self) -> dict[str, Any]:
         """JSON schema of an answer."""
         scale = self.scale
-        number = (
+        number: dict[str, Any] = (
             {"type": "number", "minimum": scale.low, "maximum": scale.high}
             if scale.step is None
             else {"enum": scale.values()}

@@ -90,7 +90,7 @@ class Pairwise:
         points: list[list[float]] = [[] for _ in samples]
         flips: list[list[float]] = [[] for _ in samples]
         failures: dict[int, Failed] = {}
-        asked = {}
+        asked: dict[tuple[int, int | None], Sequence[Any]] = {}
         for number, (first, second, _) in enumerate(self._asked(samples)):
             asked[first, second] = answers[2 * number : 2 * number + 2]
         for first, second in self._matches(samples):
@@ -100,16 +100,16 @@ class Pairwise:
             if failed is not None:
                 failures |= dict.fromkeys(both, failed)
                 continue
-            won = (_POINTS[orders[0]] + 1 - _POINTS[orders[1]]) / 2
-            for row, share in zip(both, (won, 1 - won), strict=False):
-                points[row].append(share)
+            share = (_POINTS[orders[0]] + 1 - _POINTS[orders[1]]) / 2
+            for row, points_won in zip(both, (share, 1 - share), strict=False):
+                points[row].append(points_won)
                 if (first, second) in asked:
                     flips[row].append(orders[0] == orders[1] != "tie")
         return [
-            Result(_mean(points[row]), {"judge_pairs": len(points[row]), "judge_flips": _mean(flips[row])})
-            if points[row]
+            Result(_mean(won), {"judge_pairs": len(won), "judge_flips": _mean(flipped) if flipped else None})
+            if won
             else failures[row]
-            for row in range(len(samples))
+            for row, (won, flipped) in enumerate(zip(points, flips, strict=True))
         ]
 
     def _asked(self, samples: Sequence[JudgeSample]) -> list[tuple[int, int | None, str]]:
@@ -156,5 +156,5 @@ def round_robin(n: int, opponents: int) -> list[tuple[int, int]]:
 _POINTS = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of the response shown as A
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
