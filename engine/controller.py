@@ -139,13 +139,13 @@ class _Run:
 
     def start_ready(self) -> None:
         """Hand over every operation whose columns and state exist and whose turn has come on its pools."""
-        for name in self.streams:
-            self._pass_on(self.graph[name])
         while operation := self._next():
             if self.running and not self.controller.overlap:
                 return
             self.controller.progress.start(operation.name)
             self._watch(self._start(operation), operation)
+        for name in self.streams:
+            self._pass_on(self.graph[name])
 
     def next_event(self) -> bool:
         """Wait for finished rows or the end of a call; whether an operation has ended with it.

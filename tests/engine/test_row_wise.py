@@ -174,6 +174,35 @@ def test_the_whole_batch_goes_in_one_call_where_rows_may_not(why: str):
     assert result.metrics == {"reward/calls": 1.0, "reward/row/mean": 2.5}
 
 
+def test_rows_wait_for_their_operations_turn_on_its_pool():
+    """A reference that takes rows, on the actor's pool: the plan has the actor's log-probs before it."""
+    graph = step_graph("grpo", reward="function", kl_in="loss", ref_takes="rows")
+    calls = Calls(graph.select(["generate", "old_log_prob", "ref_log_prob"]))
+    pool = SimpleNamespace(name="actor_side")
+    handed_over: list[str] = []
+
+    def log_probs(name: str) -> Callable[..., DataProtoFuture]:
+        def call(data: BatchRef, blocking: bool) -> DataProtoFuture:
+            rows = column(data, "responses")
+            handed_over.append(f"{name} of {len(rows)} rows")
+            written = stored({name: np.array(rows)})
+            return calls.future(name, lambda: Outcome(written, (RankSpan(0, 20.0, 21.0, 0),)))
+
+        return call
+
+    actor = SimpleNamespace(compute_log_prob=log_probs("old_log_probs"), resource_pool=pool)
+    ref = SimpleNamespace(compute_ref_log_prob=log_probs("ref_log_prob"), resource_pool=pool)
+    calls.groups |= {"actor": actor, "ref": ref}
+    result = calls.run(order={"actor_side": ("old_log_prob", "ref_log_prob")})
+    assert handed_over == ["old_log_probs of 6 rows", "ref_log_prob of 6 rows"]
+    assert column(result.batch, "ref_log_prob") == list(range(6))
+
+    handed_over.clear()
+    calls.run(order={"actor_side": ("ref_log_prob", "old_log_prob")})
+    assert handed_over[0] == "ref_log_prob of 2 rows"
+    assert handed_over[-1] == "old_log_probs of 6 rows"
+
+
 def test_failed_rows_end_the_step_at_once():
     calls = Calls(graph_of(), failing=5)
     with pytest.raises(RuntimeError, match=r"rows \[4, 5\] failed"):
