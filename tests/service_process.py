@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-START_S = 240.0
+START_S = 280.0
 
 
 @dataclass

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rolemesh.launch.services.backend import ServeError
-from rolemesh.parallel.weights.checkpoint import Checkpoint, CheckpointError, listed
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def find_folder(model: str, revision: str | None) -> Path:
@@ -48,74 +48,89 @@ def load_reward_model(folder: Path, head: str, dtype: str, device: str) -> PreTr
 
     Raises ServeError when the head or other weights are missing, or the head has another output size.
     """
-    with _checkpoint(folder) as checkpoint:
-        weight = reward_head(checkpoint, head)
-        with torch.device("meta"):
-            classes: Any = AutoModelForSequenceClassification
-            own = next(
-                (name for name in ("score", "classifier") if hasattr(_empty(classes, folder), name)), ""
-            )
-        if own != "score":  # an encoder: its head may have several layers, which only its own class knows
-            if head != own:
-                raise ServeError(f"--head {head}: this architecture's head is {own or 'of another kind'}")
-            return _complete(classes, folder, dtype, device, new=(), num_labels=1)
-        model = _complete(classes, folder, dtype, device, new=("score.weight", "score.bias"), num_labels=1)
-        model.score = _linear(checkpoint, weight).to(device=model.device, dtype=model.dtype)
-    return model.eval()
+    tensors = stored_tensors(folder)
+    name = reward_head(folder, tensors, head)
+    auto: Any = AutoModelForSequenceClassification
+    with torch.device("meta"):
+        empty = auto.from_config(AutoConfig.from_pretrained(folder))
+    own = next((name for name in ("score", "classifier") if hasattr(empty, name)), "")
+    if own == "score":
+        model = _complete(auto, folder, dtype, device, new=("score.weight", "score.bias"), num_labels=1)
+        model.score = _linear(tensors, name).to(device=model.device, dtype=model.dtype)
+        return model.eval()
+    if head != own:  # an encoder's head may have several layers, which only its own class knows
+        raise ServeError(f"--head {head}: this architecture's head is {own or 'of another kind'}")
+    return _complete(auto, folder, dtype, device, new=(), num_labels=1)
 
 
-def reward_head(checkpoint: Checkpoint, head: str) -> str:
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU, in its file's dtype."""
+        with safe_open(self.file, framework="pt") as opened:
+            return opened.get_tensor(self.name)
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of a folder's safetensors files, by name. Raises ServeError when there are none."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensors[name] = Stored(name, file, tuple(opened.get_slice(name).get_shape()))
+    if not tensors:
+        raise ServeError(f"{folder} has no *.safetensors: weights are served in that form alone")
+    return tensors
+
+
+def reward_head(folder: Path, tensors: Mapping[str, Stored], head: str) -> str:
     """The name of the head's last weight, [1, hidden]. Raises ServeError for none, or another size."""
-    two_d = {name: checkpoint.shape(name) for name in checkpoint.names if name.endswith("weight")}
-    two_d = {name: shape for name, shape in two_d.items() if len(shape) == 2}
+    weights = {name: one.shape for name, one in tensors.items() if name.endswith("weight")}
+    two_d = {name: shape for name, shape in weights.items() if len(shape) == 2}
     found = {name: shape for name, shape in two_d.items() if name.startswith(f"{head}.")}
     if not found:
         small = [name for name, shape in two_d.items() if shape[0] <= 16]
-        hint = f"Tensors that might be one: {listed(small)}; name theirs with --head" if small else ""
+        hint = f"Tensors that might be one: {_listed(small)}; name theirs with --head" if small else ""
         raise ServeError(
-            f"{checkpoint.path} has no {head}.weight: a reward model without its head would give random "
+            f"{folder} has no {head}.weight: a reward model without its head would give random "
             f"rewards. {hint or 'It looks like a language model, or a backbone alone'}."
         )
     name = min(found, key=lambda name: found[name][0])
     if found[name][0] != 1:
         raise ServeError(
-            f"{checkpoint.path}: {name} is {list(found[name])}; a reward head has 1 output, not "
-            f"{found[name][0]}"
+            f"{folder}: {name} is {list(found[name])}; a reward head has 1 output, not {found[name][0]}"
         )
     return name
 
 
-def _linear(checkpoint: Checkpoint, name: str) -> nn.Linear:
+def _linear(tensors: Mapping[str, Stored], name: str) -> nn.Linear:
     """The layer of a weight [1, hidden], with its bias where the checkpoint has one."""
-    bias = name.removesuffix("weight") + "bias"
-    weight = checkpoint.read(name, (slice(None), slice(None)))
-    layer = nn.Linear(weight.shape[1], 1, bias=bias in checkpoint.names, dtype=weight.dtype)
+    weight, bias = tensors[name].read(), tensors.get(name.removesuffix("weight") + "bias")
+    layer = nn.Linear(weight.shape[1], 1, bias=bias is not None, dtype=weight.dtype)
     with torch.no_grad():
         layer.weight.copy_(weight)
-        if layer.bias is not None:
-            layer.bias.copy_(checkpoint.read(bias, (slice(None),)))
+        if bias is not None:
+            layer.bias.copy_(bias.read())
     return layer
-
-
-def _checkpoint(folder: Path) -> Checkpoint:
-    try:
-        return Checkpoint(folder)
-    except CheckpointError as error:
-        raise ServeError(str(error)) from error
-
-
-def _empty(auto: Any, folder: Path) -> nn.Module:
-    from transformers import AutoConfig
-
-    return auto.from_config(AutoConfig.from_pretrained(folder))
 
 
 def _complete(
     auto: Any, folder: Path, dtype: str, device: str, *, new: tuple[str, ...], **options: Any
 ) -> PreTrainedModel:
     """Load a model; only weights of `new` may be missing."""
-    _checkpoint(folder)
+    stored_tensors(folder)  # transformers would also take pickled weights
     model, loading = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     if missing := set(loading["missing_keys"]) - set(new):
-        raise ServeError(f"{folder} lacks {listed(missing)}; they would be random, so it is not served")
+        raise ServeError(f"{folder} lacks {_listed(missing)}; they would be random, so it is not served")
     return model.to(device).eval()
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
