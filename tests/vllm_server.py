@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 def chat_checkpoint(folder: Path) -> Path:
     """A tiny model for 2048 tokens, its tokenizer with a chat template."""
-    tiny_checkpoint(folder)
+    tiny_checkpoint(folder, hidden=128, heads=2, kv_heads=1)  # vLLM's CPU attention takes heads of 64
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -53,6 +53,7 @@ def vllm_server(folder: Path) -> Iterator[str]:
     command += ["--model", str(chat_checkpoint(folder / "model")), "--served-model-name", MODEL]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-num-seqs", "8"]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--dtype", "float32"]
+    command += ["--distributed-executor-backend", "uni"]  # no process for the worker: it starts sooner
     with log.open("wb") as out:
         # A session of its own: its engine process ends with it.
         process = subprocess.Popen(
