@@ -183,11 +183,8 @@ class Host:
         self._nbytes_fetched = 0
         try:
             with record_kernels() as kernels:
-                result = self._invoke(request)
-                if request.parts:
-                    value = yield from self._parts(result, request.cuts)
-                else:
-                    value = yield from self._blocks(result, request.cuts)
+                made = self._parts if request.parts else self._blocks
+                value = yield from made(self._invoke(request), request.cuts)
             reply = Reply(value, start_s, time.time(), self._nbytes_fetched, tuple(sorted(kernels)))
         except BaseException as error:
             trace = traceback.format_exc()
@@ -286,7 +283,7 @@ class Host:
             return manifest
         return value
 
-    def _parts(self, parts: Iterable[Part], cuts: OutputCuts | None) -> Generator[Any, Any, None]:
+    def _parts(self, parts: Iterable[Part], cuts: OutputCuts | None) -> Generator[Any, Any, Any]:
         """Yield the head and the blocks of every part as soon as it is made."""
         for part in parts:
             rows = tuple(int(row) for row in part.rows)

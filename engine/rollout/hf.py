@@ -98,7 +98,7 @@ class HFRollout:
         n_rows = max(1, options.max_batch_tokens // width)
         for start in range(0, max(1, len(prompts)), n_rows):
             rows = range(start, min(start + n_rows, len(prompts)))
-            yield Part(rows, self._generate(prompts[rows.start : rows.stop], options))
+            yield Part(rows, self._generate(prompts.slice(rows.start, rows.stop), options))
 
     @torch.no_grad()
     def _generate(self, prompts: DataProto, options: SamplingOptions) -> DataProto:
