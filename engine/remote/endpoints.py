@@ -116,9 +116,10 @@ class Endpoints:
         endpoint.in_flight -= 1
         probe, endpoint.probing = endpoint.probing, False
         if answered:
-            if endpoint.open_until_s is not None:
+            endpoint.failures = 0
+            if probe:  # the answer to a request from before the breaker opened says nothing of now
                 log.warning("%s answers again", endpoint.url)
-            endpoint.failures, endpoint.open_until_s, endpoint.open_s = 0, None, 0.0
+                endpoint.open_until_s, endpoint.open_s = None, 0.0
         elif fault is not None:
             endpoint.failures, endpoint.cause = endpoint.failures + 1, fault
             if probe:

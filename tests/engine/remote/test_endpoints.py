@@ -63,6 +63,14 @@ def test_a_breaker_opens_lets_one_probe_through_and_closes_on_an_answer():
     assert "reset again" in endpoints.report()
 
 
+def test_an_answer_from_before_the_breaker_opened_does_not_close_it():
+    endpoints = three(open_s=30)
+    early = endpoints.take()
+    fail(endpoints)
+    endpoints.release(early, answered=True, fault=None)
+    assert early.state == "open"
+
+
 def test_an_answer_between_failures_keeps_the_breaker_closed():
     endpoints = three()
     for _ in range(3):
@@ -203,6 +211,7 @@ def test_many_requests_to_a_dead_service_end_together_not_one_after_the_other():
         assert client.counters["connection_errors"] < 200
 
 
+@pytest.mark.full
 def test_health_checks_open_and_close_the_breaker(monkeypatch):
     monkeypatch.setattr(module, "HEALTH_EVERY_S", 0.05)
     with (
