@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rolemesh.launch.reward_keys import scorers
+from rolemesh.launch.reward_keys import has_batches, scorers
 from rolemesh.launch.schema import Recipe
 from rolemesh.launch.service_keys import RequestLimits, Speed
 from rolemesh.placement.plan import PlacementPlan
@@ -56,20 +56,21 @@ def batch_lines(recipe: Recipe, plan: PlacementPlan) -> list[str]:
             lines.append(_micro_batches(recipe, role, plan.layout_of(role).dp))
     if recipe.has_ref and recipe.ref.kind == "remote":
         ref = recipe.ref
-        lines.append(_service("ref", ref.endpoints, ref.limits, batch.samples))
+        lines.append(_service("ref", ref.endpoints, ref.limits, batch.samples, ref.limits.batch))
         lines += _stated("ref", ref.speed, batch.samples)
     for section, keys, kind in scorers(recipe.reward):
         if kind in ("remote", "judge"):
-            lines.append(_service(section, keys.endpoints, keys.limits, batch.samples))
+            size = keys.limits.batch if has_batches(keys, kind) else 1
+            lines.append(_service(section, keys.endpoints, keys.limits, batch.samples, size))
     return lines + _stated("reward", recipe.reward.speed, batch.samples)
 
 
-def _service(section: str, endpoints: tuple[str, ...], limits: RequestLimits, samples: int) -> str:
-    """How the samples of a step go to a service."""
-    requests = -(-samples // limits.batch)
+def _service(section: str, endpoints: tuple[str, ...], limits: RequestLimits, samples: int, size: int) -> str:
+    """How the samples of a step go to a service, at most `size` in a request."""
+    several = f", at most {size} in a request" if size > 1 else ""
     return (
-        f"{section}: {', '.join(endpoints)}: {samples} samples in {requests} requests, "
-        f"at most {limits.in_flight} at once"
+        f"{section}: {samples} samples to {', '.join(endpoints)}{several}, at most {limits.in_flight} "
+        "requests at once"
     )
 
 

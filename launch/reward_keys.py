@@ -255,6 +255,11 @@ def scorers(reward: Reward) -> Iterator[tuple[str, Scorer, str]]:
         yield f"reward.parts.{name}", part, str(part.kind)
 
 
+def has_batches(scorer: Scorer, kind: str) -> bool:
+    """Whether a request of the service may hold several samples."""
+    return kind == "remote" and scorer.protocol != "slime"
+
+
 def needs_groups(reward: Reward) -> bool:
     """Whether the samples of a prompt have to be scored together: compared, or dropped as one."""
     return any(
@@ -279,6 +284,9 @@ def useless_reward_keys(reward: Reward) -> dict[str, str]:
             )
         elif scorer.text.template == "raw":
             idle[f"{section}.text.tokenizer"] = f"{section}.text.template is raw"
+        if kind in ("remote", "judge") and not has_batches(scorer, kind):
+            what = "judge" if kind == "judge" else "request of slime's form"
+            idle[f"{section}.limits.batch"] = f"a {what} gets one sample at a time"
         if kind == "judge":
             useless = scorer.judge.useless()
             idle |= {f"{section}.judge.{name}": f"{section}.judge.{why}" for name, why in useless.items()}

@@ -137,6 +137,7 @@ def test_a_composites_parts_have_weights_and_kinds_of_their_own():
         (JUDGE, ["reward.judge.step=0.3"], "step 0.3 does not cut [0.0, 1.0]"),
         (JUDGE, ["reward.judge.against=label"], "reward.judge.form is rubric"),
         (JUDGE, ["reward.text.template=chat"], "reward.text.template would have no effect: a judge gets"),
+        (JUDGE, ["reward.limits.batch=4"], "reward.limits.batch would have no effect: a judge gets one"),
         (JUDGE, ["reward.protocol=slime"], "reward.protocol would have no effect: reward.kind is judge"),
         (
             JUDGE,
