@@ -13,6 +13,7 @@ VERSION = 1
 """Of our own form; both sides refuse another one."""
 
 _MOST = 3.4e38  # rewards are float32
+_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 
 
 class FormError(ValueError):
@@ -113,8 +114,8 @@ def read_request(body: Any) -> tuple[Protocol, list[Sample]]:
     elif "query" in body or "queries" in body:
         protocol, samples = "openrlhf", _openrlhf_samples(body)
     elif "prompt" in body and "response" in body:
-        texts = [_kind(body[name], str, name) for name in ("prompt", "response")]
-        return "slime", [Sample("0", *texts, label=body.get("label"))]
+        prompt, response = (_kind(body[name], str, name) for name in ("prompt", "response"))
+        return "slime", [Sample("0", prompt, response, body.get("label"))]
     else:
         raise FormError(
             f"the body has the keys {sorted(map(str, body))}; it needs `samples` (rolemesh), `query` or "
@@ -169,11 +170,13 @@ def _read_our_sample(item: Any, where: str) -> Sample:
     lacking = [name for name in ("id", "prompt", "response") if name not in item]
     if lacking:
         raise FormError(f"{where} lacks {', '.join(lacking)}; it has {sorted(map(str, item))}")
-    texts = [_kind(item[name], str, f"{where}.{name}") for name in ("id", "prompt", "response")]
-    ids = [read_ids(item.get(name), f"{where}.{name}") for name in ("prompt_ids", "response_ids")]
-    if (ids[0] is None) != (ids[1] is None):
+    name, prompt, response = (_kind(item[key], str, f"{where}.{key}") for key in ("id", "prompt", "response"))
+    prompt_ids, response_ids = (
+        read_ids(item.get(key), f"{where}.{key}") for key in ("prompt_ids", "response_ids")
+    )
+    if (prompt_ids is None) != (response_ids is None):
         raise FormError(f"{where} has only one of prompt_ids and response_ids")
-    return Sample(*texts, item.get("label"), *ids)
+    return Sample(name, prompt, response, item.get("label"), prompt_ids, response_ids)
 
 
 def read_ids(value: Any, where: str) -> tuple[int, ...] | None:
@@ -297,8 +300,7 @@ def _version(body: Mapping[str, Any]) -> None:
 
 def _kind(value: Any, kind: type, where: str) -> Any:
     if not isinstance(value, kind):
-        expected = {dict: "an object", list: "a list", str: "a string"}[kind]
-        raise FormError(f"{where} is {_shown(value)}, not {expected}")
+        raise FormError(f"{where} is {_shown(value)}, not {_KINDS[kind]}")
     return value
 
 
