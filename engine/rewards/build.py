@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit, urlunsplit
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -140,17 +141,26 @@ def build(scorer: Scorer, actor: str) -> Reward:
                 special_tokens=scorer.special_tokens,
             )
         case Remote():
+            urls = tuple(score_endpoint(url, scorer.protocol) for url in scorer.service.endpoints)
+            service = replace(scorer.service, endpoints=urls)
             own = AutoTokenizer.from_pretrained(scorer.tokenizer) if scorer.tokenizer else None
             return RemoteReward(
-                scorer.service.client(tokenizer if scorer.send_ids else None),
+                service.client(tokenizer if scorer.send_ids else None),
                 RewardTexts(tokenizer, scorer.template, scorer.special_tokens, own),
-                scorer.service.policy(),
+                service.policy(),
                 protocol=scorer.protocol,
                 score_key=scorer.score_key,
                 send_ids=scorer.send_ids,
             )
         case Judge():
             return _judge(scorer, RewardTexts(tokenizer, special_tokens=scorer.special_tokens))
+
+
+def score_endpoint(url: str, protocol: forms.Protocol) -> str:
+    """The URL for scores of a server, given as that URL, or as its root."""
+    parts = urlsplit(url)
+    path = "/v1/score" if protocol == "rolemesh" else "/get_reward"
+    return urlunsplit(parts._replace(path=path)) if parts.path in ("", "/") else url
 
 
 def _judge(judge: Judge, texts: RewardTexts) -> JudgeReward:

@@ -119,6 +119,7 @@ CHANGES = {
 }
 # Keys that go with another, or take the place of one.
 WITH = {
+    "reward.parts.NAME.kind": ["reward.parts.NAME.path=null"],
     "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],

@@ -198,6 +198,19 @@ def test_the_planner_takes_services_as_fast_as_the_recipe_states():
     assert any("reward runs on no devices and is counted as taking no time" in n for n in request.notes())
 
 
+@pytest.mark.parametrize(
+    ("url", "protocol", "sent_to"),
+    [
+        ("http://rm-0:5000", "rolemesh", "http://rm-0:5000/v1/score"),
+        ("http://rm-0:5000/", "openrlhf", "http://rm-0:5000/get_reward"),
+        ("http://rm-0:5000", "slime", "http://rm-0:5000/get_reward"),
+        ("http://rm-0:5000/math/score", "rolemesh", "http://rm-0:5000/math/score"),
+    ],
+)
+def test_an_endpoint_without_a_path_gets_that_of_its_protocol(url, protocol, sent_to):
+    assert build.score_endpoint(url, protocol) == sent_to
+
+
 def test_a_token_is_read_from_the_environment_and_never_printed(monkeypatch):
     recipe = parse(REMOTE, "reward.token_env=RM_TOKEN")
     monkeypatch.delenv("RM_TOKEN", raising=False)
