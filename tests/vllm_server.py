@@ -54,6 +54,8 @@ def vllm_server(folder: Path) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-num-seqs", "8"]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--dtype", "float32"]
     command += ["--distributed-executor-backend", "uni"]  # no process for the worker: it starts sooner
+    # A schema allows any white space, and a model that writes at random would write nothing else.
+    command += ["--structured-outputs-config", '{"disable_any_whitespace": true, "backend": "xgrammar"}']
     with log.open("wb") as out:
         # A session of its own: its engine process ends with it.
         process = subprocess.Popen(

@@ -205,7 +205,7 @@ class JudgeReward:
                 note = f"\n\nAn earlier answer could not be read. {self.form.answer_form(constraint)}"
                 self._counts["parse_retries" if retry < self.retries else "parse_failures"] += 1
         if self.on_failure.do == "raise":
-            raise RewardError(f"the judge gave no answer for {where}: {why}")
+            raise RewardError(f"the judge gave no answer for {where}: {why.removeprefix(f'{where}: ')}")
         return Failed(why)
 
     async def _answer(self, body: Mapping[str, Any]) -> Any:
