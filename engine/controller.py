@@ -1,21 +1,25 @@
 """Runs one step graph over worker groups: an operation starts when its columns and state exist.
 
 The controller holds handles, never tensors. What overlaps is decided by the graph and the pools: each ready
-operation is handed to its worker group at once, and the pool's queue runs one at a time.
+operation is handed to its worker group at once, and the pool's queue runs one at a time. An operation that
+takes rows or groups starts on the finished ones while the others are still made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import queue
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from rolemesh.engine.batch_ref import BatchRef
+from rolemesh.engine.errors import CallTimeout
 from rolemesh.engine.future import DataProtoFuture, as_completed
+from rolemesh.engine.parts import PartRef, RowStream
 from rolemesh.placement.graph import Operation, StepGraph
-from rolemesh.placement.timeline import Span
+from rolemesh.placement.timeline import Span, Timeline
 
 Arguments = Callable[[BatchRef], Mapping[str, Any]]
 
@@ -82,92 +86,219 @@ class Controller:
                 self._before[name] |= set(kept[:i])
 
     def run(
-        self, batch: BatchRef, arguments: Mapping[str, Arguments] | None = None, *, step: int = 0
+        self,
+        batch: BatchRef,
+        arguments: Mapping[str, Arguments] | None = None,
+        *,
+        step: int = 0,
+        groups: Sequence[Hashable] | None = None,
     ) -> StepResult:
         """Run every operation of the graph once, on `batch` (the graph's inputs).
 
         `arguments[operation](batch so far)` gives the further keyword arguments of that operation's call.
+        `groups` [rows] says which rows are samples of one prompt, for operations that take whole groups.
         The first failed operation raises; what still runs then is left to the caller, who shuts the pools
         down.
         """
-        result = StepResult(batch)
-        done: set[str] = set()
-        running: dict[DataProtoFuture, Operation] = {}
-        sources: dict[str, DataProtoFuture] = {}
-        while len(done) < len(self.graph.operations):
-            self.progress.advance(len(done), len(self.graph.operations))
-            while operation := self._next(done, {op.name for op in running.values()}):
-                if running and not self.overlap:
-                    break
-                extra = (arguments or {}).get(operation.name)
-                self.progress.start(operation.name)
-                keywords = extra(result.batch) if extra else {}
-                running[self._start(operation, result.batch, keywords, sources)] = operation
-            # A call's own limit comes first, with the ranks that are late: this one only backs it up.
-            limit_s = max(future.timeout_s for future in running)
-            future = next(iter(as_completed(list(running), timeout=limit_s)))
-            operation = running.pop(future)
-            self._finish(operation, future, result, step)
-            if operation.name in sources:
-                source = sources.pop(operation.name)
-                list(as_completed([source], timeout=source.timeout_s))  # who sends may end after who receives
-                self._record(operation, *self._source(operation), source, result, step)
-            done.add(operation.name)
-            self.progress.end(operation.name)
-        return result
+        run = _Run(self, batch, arguments or {}, step, groups)
+        total = len(self.graph.operations)
+        while len(run.done) < total:
+            self.progress.advance(len(run.done), total)
+            run.start_ready()
+            while not run.next_event():
+                pass
+        return run.result
 
-    def _next(self, done: set[str], running: set[str]) -> Operation | None:
-        """The first operation that is ready and whose turn has come on its pools."""
-        ready = self.graph.ready(done, running)
-        return next((op for op in ready if self._before[op.name] <= done | running), None)
+    def turn(self, operation: Operation, handed_over: set[str]) -> bool:
+        """Whether what comes before `operation` on its pools is handed over."""
+        return self._before[operation.name] <= handed_over
 
-    def _start(
+
+class _Run:
+    """One run of a graph: what is done, what runs, and the rows on their way through row-wise operations."""
+
+    def __init__(
         self,
-        operation: Operation,
+        controller: Controller,
         batch: BatchRef,
-        keywords: Mapping[str, Any],
-        sources: dict[str, DataProtoFuture],
-    ) -> DataProtoFuture:
-        method = getattr(self.groups[operation.role], operation.method)
+        arguments: Mapping[str, Arguments],
+        step: int,
+        groups: Sequence[Hashable] | None,
+    ) -> None:
+        if groups is not None and len(groups) != batch.n_rows:
+            raise ValueError(f"groups of {len(groups)} rows for a batch of {batch.n_rows}")
+        self.controller, self.graph, self.workers = controller, controller.graph, controller.groups
+        self.arguments, self.step, self.row_groups = arguments, step, groups
+        self.result = StepResult(batch)
+        self.done: set[str] = set()
+        self.running: dict[DataProtoFuture, Operation] = {}
+        self.sources: dict[str, DataProtoFuture] = {}
+        self.streams: dict[str, RowStream] = {}  # of the row-wise operations that have begun
+        self.given: dict[DataProtoFuture, PartRef] = {}  # what each of their calls works on
+        self.events: queue.SimpleQueue[DataProtoFuture | tuple[str, PartRef]] = queue.SimpleQueue()
+
+    def start_ready(self) -> None:
+        """Hand over every operation whose columns and state exist and whose turn has come on its pools."""
+        while operation := self._next():
+            if self.running and not self.controller.overlap:
+                return
+            self.controller.progress.start(operation.name)
+            self._watch(self._start(operation), operation)
+        for name in self.streams:
+            self._pass_on(self.graph[name])
+
+    def next_event(self) -> bool:
+        """Wait for finished rows or the end of a call; whether an operation has ended with it.
+
+        A call's own limit comes first, with the ranks that are late: the one here only backs it up.
+        """
+        limit_s = max(future.timeout_s for future in self.running)
+        try:
+            event = self.events.get(timeout=limit_s)
+        except queue.Empty:
+            names = ", ".join(future.name for future in self.running)
+            raise CallTimeout(f"not done within {limit_s:g} s: {names}") from None
+        if isinstance(event, tuple):
+            self._rows_made(*event)
+            return False
+        operation = self.running.pop(event)
+        if operation.name in self.streams:
+            return self._rows_returned(operation, event)
+        self._finish(operation, event)
+        return True
+
+    def _next(self) -> Operation | None:
+        busy = {operation.name for operation in self.running.values()} | set(self.streams)
+        ready, handed_over = self.graph.ready(self.done, busy), self._handed_over()
+        return next((op for op in ready if self.controller.turn(op, handed_over)), None)
+
+    def _handed_over(self) -> set[str]:
+        """Operations that are done, or of which nothing is left to submit."""
+        open_ = {name for name, stream in self.streams.items() if stream.n_given < stream.n_rows}
+        return self.done | ({operation.name for operation in self.running.values()} - open_)
+
+    def _watch(self, future: DataProtoFuture, operation: Operation) -> None:
+        self.running[future] = operation
+        future.add_done_callback(self.events.put)
+
+    def _call(self, operation: Operation, argument: Any) -> DataProtoFuture:
+        """Submit the operation with its further keyword arguments."""
+        extra = self.arguments.get(operation.name)
+        keywords = extra(self.result.batch) if extra else {}
+        return getattr(self.workers[operation.role], operation.method)(argument, blocking=False, **keywords)
+
+    def _start(self, operation: Operation) -> DataProtoFuture:
         if operation.kind == "transfer":
             _, group = self._source(operation)
-            sources[operation.name] = group.export_weights(blocking=False)
-            return method(sources[operation.name], blocking=False, **keywords)
+            self.sources[operation.name] = group.export_weights(blocking=False)
+            return self._call(operation, self.sources[operation.name])
+        batch = self.result.batch
         columns = [name for name in batch.columns if name in operation.reads]
-        return method(batch.select(columns), blocking=False, **keywords)
+        future = self._call(operation, batch.select(columns))
+        if self.controller.overlap and batch.n_rows and self._followers(operation):
+            future.on_part(lambda part: self.events.put((operation.name, part)))
+        return future
+
+    def _followers(self, operation: Operation) -> list[Operation]:
+        """Who takes rows while `operation` makes them: on its own pool they would only queue behind it."""
+        pool = self.workers[operation.role].resource_pool
+        return [
+            follower
+            for follower in self.graph.followers(operation.name, self.done)
+            if self.workers[follower.role].resource_pool is not pool
+            and (follower.takes == "rows" or self.row_groups is not None)
+        ]
+
+    def _rows_made(self, name: str, part: PartRef) -> None:
+        """Pass finished rows of operation `name` on."""
+        batch = self.result.batch
+        for follower in self._followers(self.graph[name]):
+            if follower.name not in self.streams:
+                groups = self.row_groups if follower.takes == "groups" else None
+                self.streams[follower.name] = RowStream(batch.n_rows, groups)
+            made = part.ref.select(column for column in part.ref.columns if column in follower.reads)
+            others = [c for c in batch.columns if c in follower.reads and c not in made.columns]
+            rows = batch.select(others).take(part.rows).union(made)
+            self.streams[follower.name].add(PartRef(part.rows, rows))
+            self._pass_on(follower)
+
+    def _pass_on(self, operation: Operation) -> None:
+        """Give a row-wise operation the rows that have come, one call at a time.
+
+        What comes while it works goes together in its next call.
+        """
+        stream = self.streams[operation.name]
+        if operation in self.running.values() or not self.controller.turn(operation, self._handed_over()):
+            return
+        if (part := stream.take()) is not None:
+            if stream.n_given == len(part.rows):
+                self.controller.progress.start(operation.name)
+            future = self._call(operation, part.ref)
+            self.given[future] = part
+            self._watch(future, operation)
+
+    def _rows_returned(self, operation: Operation, future: DataProtoFuture) -> bool:
+        """Keep a row-wise operation's result for some rows; whether that was the last of it."""
+        stream, part = self.streams[operation.name], self.given.pop(future)
+        written = future.ref()
+        stream.returned(PartRef(part.rows, written.select(operation.writes)), _metrics(written))
+        self._record(operation, operation.role, self.workers[operation.role], future)
+        if stream.n_given < stream.n_rows:
+            self._pass_on(operation)
+            return False
+        self._take(operation, *stream.result())
+        del self.streams[operation.name]
+        self._end(operation)
+        return True
+
+    def _finish(self, operation: Operation, future: DataProtoFuture) -> None:
+        if operation.writes:
+            written = future.ref()
+            self._take(operation, written, _metrics(written))
+        elif operation.kind == "train":
+            # Every replica that had rows reports the whole batch.
+            self.result.metrics |= next(iter(future.get()), {})
+        else:
+            future.get()
+        self._record(operation, operation.role, self.workers[operation.role], future)
+        if operation.name in self.sources:
+            source = self.sources.pop(operation.name)
+            list(as_completed([source], timeout=source.timeout_s))  # who sends may end after who receives
+            self._record(operation, *self._source(operation), source)
+        self._end(operation)
+
+    def _take(self, operation: Operation, written: BatchRef, metrics: Mapping[str, float]) -> None:
+        """Add what an operation wrote for the whole batch."""
+        self.result.metrics |= metrics
+        batch = self.result.batch
+        columns = {**batch.columns, **written.select(operation.writes).columns}
+        self.result.batch = BatchRef(columns, written.n_rows, tokens=written.tokens or batch.tokens)
+
+    def _end(self, operation: Operation) -> None:
+        self.done.add(operation.name)
+        self.controller.progress.end(operation.name)
 
     def _source(self, operation: Operation) -> tuple[str, Any]:
         """The role whose state a transfer moves, and its worker group."""
         (role,) = {state.split(".")[0] for state in operation.state_reads}
-        return role, self.groups[role]
+        return role, self.workers[role]
 
-    def _finish(self, operation: Operation, future: DataProtoFuture, result: StepResult, step: int) -> None:
-        if operation.writes:
-            written = future.ref()
-            result.metrics |= {k: float(np.mean(v)) for k, v in written.meta_info.get("metrics", {}).items()}
-            columns = {**result.batch.columns, **written.select(operation.writes).columns}
-            result.batch = BatchRef(columns, written.n_rows, tokens=written.tokens or result.batch.tokens)
-        elif operation.kind == "train":
-            result.metrics |= future.get()[0]  # every replica reports the whole batch
-        else:
-            future.get()
-        self._record(operation, operation.role, self.groups[operation.role], future, result, step)
-
-    def _record(
-        self,
-        operation: Operation,
-        role: str,
-        group: Any,
-        future: DataProtoFuture,
-        result: StepResult,
-        step: int,
-    ) -> None:
-        """Note what each rank of `group` did for the operation, and the time from its first start to its
-        end.
+    def _record(self, operation: Operation, role: str, group: Any, future: DataProtoFuture) -> None:
+        """Note what each rank of `group` did for the operation, and its seconds: from its first start to its
+        end, or those at work where it takes rows as they come and waits between its calls.
         """
-        pool = group.resource_pool.name
+        pool, result = group.resource_pool.name, self.result
         for span in future.spans:
-            args = {"step": step, "bytes_fetched": span.nbytes_fetched, "kernels": list(span.kernels)}
+            args = {"step": self.step, "bytes_fetched": span.nbytes_fetched, "kernels": list(span.kernels)}
             result.spans.append(Span(operation.name, role, pool, span.rank, span.start_s, span.end_s, args))
-        mine = [span for span in result.spans if span.name == operation.name]
-        result.timing_s[operation.name] = max(s.end_s for s in mine) - min(s.start_s for s in mine)
+        mine = Timeline([span for span in result.spans if span.name == operation.name])
+        if operation.name in self.streams:
+            result.timing_s[operation.name] = mine.busy_s(operation.name)
+        else:
+            first = min(span.start_s for span in mine.spans)
+            result.timing_s[operation.name] = max(span.end_s for span in mine.spans) - first
+
+
+def _metrics(written: BatchRef) -> dict[str, float]:
+    """What a call measured; the mean over its replicas."""
+    return {name: float(np.mean(value)) for name, value in written.meta_info.get("metrics", {}).items()}

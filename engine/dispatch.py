@@ -9,7 +9,7 @@ is taken once, from its collect rank. Programming model after verl's `single_con
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
 
@@ -53,6 +53,7 @@ _CUTS_BATCHES = {
     Dispatch.DP_COMPUTE_METRIC,
     Dispatch.MEGATRON_COMPUTE_PROTO,
 }
+_GIVES_BATCHES = _CUTS_BATCHES - {Dispatch.DP_COMPUTE_METRIC}
 _BY_REPLICA = _CUTS_BATCHES | {Dispatch.DP_COMPUTE}
 
 
@@ -95,6 +96,7 @@ class Registration:
     blocking: bool
     materialize_futures: bool
     rows: Rows | None
+    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,10 @@ class OutputCuts:
         cuts = np.flatnonzero(changes) + 1
         return tuple(cuts.tolist()) if len(cuts) <= _MOST_CUTS else ()
 
+    def at(self, rows: Sequence[int]) -> OutputCuts:
+        """The same for a part of the replica's rows, given by their places among them."""
+        return replace(self, rows=self.rows[np.asarray(rows, dtype=np.int64)])
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -145,6 +151,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     rows: Rows | None = None,
+    parts: bool = False,
 ) -> Callable[[Method], Method]:
     """Make a worker method callable on its worker group.
 
@@ -153,6 +160,8 @@ def register(
     `materialize_futures`: the method receives batches as DataProto; otherwise as handles that it fetches
     in parts, `self.context.fetch(handle.select([...]))`.
     `rows`: which rows of the batch each replica gets, when not an even cut in order (see `share`).
+    `parts`: the method is a generator of `Part`s, each stored and told to the future as it is made; the
+    call's result is all of them in the caller's order.
     """
     if isinstance(dispatch_mode, Mapping):
         if set(dispatch_mode) != {"dispatch_fn", "collect_fn"}:
@@ -164,7 +173,12 @@ def register(
         dispatch = Dispatch(dispatch_mode)
     if dispatch is Dispatch.RANK_ZERO:
         execute_mode = Execute.RANK_ZERO
-    registration = Registration(dispatch, Execute(execute_mode), blocking, materialize_futures, rows)
+    if parts and dispatch not in _GIVES_BATCHES:
+        raise DispatchError(
+            "parts=True needs a mode that cuts batches over dp and returns one, such as "
+            f"DP_COMPUTE_PROTO; this method has {dispatch}"
+        )
+    registration = Registration(dispatch, Execute(execute_mode), blocking, materialize_futures, rows, parts)
 
     def mark(method: Method) -> Method:
         setattr(method, _REGISTERED, registration)
@@ -229,7 +243,7 @@ def collect(registration: Registration, group: WorkerGroup, shares: Shares, valu
         results, rows = [results[i] for i in busy], [shares.rows[i] for i in busy]
         if dispatch is not Dispatch.DP_COMPUTE_METRIC and all(isinstance(r, BatchRef) for r in results):
             return _in_order(results, rows)
-    elif dispatch in _CUTS_BATCHES - {Dispatch.DP_COMPUTE_METRIC} and isinstance(results[0], BatchRef):
+    elif dispatch in _GIVES_BATCHES and isinstance(results[0], BatchRef):
         return BatchRef.concat(results)
     return results
 

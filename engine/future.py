@@ -13,6 +13,7 @@ from typing import Any
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.errors import CallTimeout
+from rolemesh.engine.parts import Listener, PartFeed
 from rolemesh.engine.protocol import DataProto
 
 Fetch = Callable[[BatchRef, float], DataProto]  # brings a handle's batch here, within so many seconds
@@ -51,9 +52,16 @@ class DataProtoFuture:
     """
 
     def __init__(
-        self, source: concurrent.futures.Future[Outcome], *, name: str, fetch: Fetch, timeout_s: float
+        self,
+        source: concurrent.futures.Future[Outcome],
+        *,
+        name: str,
+        fetch: Fetch,
+        timeout_s: float,
+        parts: PartFeed | None = None,
     ) -> None:
         self._source = source
+        self._parts = parts
         self._fetch = fetch
         self.name = name
         self.timeout_s = timeout_s
@@ -97,6 +105,14 @@ class DataProtoFuture:
         """Call `callback(self)` when the call ends, on the thread that ends it: it must be quick."""
         waiting = [functools.partial(callback, self)]  # emptied: the source keeps its callbacks for good
         self._source.add_done_callback(lambda _: waiting.pop()())
+
+    def on_part(self, listener: Listener) -> None:
+        """Tell `listener` of finished rows while the call runs, all of them before it is done.
+
+        A call whose method makes no parts tells of none. See `PartFeed` on the thread that tells.
+        """
+        if self._parts is not None:
+            self._parts.listen(listener)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._get_async().__await__()

@@ -21,12 +21,20 @@ from rolemesh.engine.workers.mini_batches import MiniBatchPlan, plan_mini_batche
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.layout import Layout
 
+COMPARED = ("generate", "old_log_prob", "ref_log_prob")
+"""What has to run before actor and reference can be compared."""
+
+
+class InitialKLError(RuntimeError):
+    """The reference is not the checkpoint that the actor starts from; both are named."""
+
 
 @dataclass(frozen=True)
 class TrainerSpec:
     """How many steps, what each holds, and what happens between them (units in the recipe's keys).
 
-    `order` is the plan's, see `Controller`.
+    `order` is the plan's, see `Controller`. `expect_initial_kl` is how far actor and reference may be apart
+    before the first update.
     """
 
     steps: int
@@ -37,6 +45,7 @@ class TrainerSpec:
     save_every: int = 0
     critic_warmup: int = 0
     overlap: bool = True
+    expect_initial_kl: float | None = None
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -84,12 +93,18 @@ class Trainer:
             graph = graph.select(
                 op.name for op in graph.operations if op.name not in ("update_actor", "sync_weights")
             )
-        result = self._run(graph, self.store(batch), step)
+        result = self._checked_run(graph, self.store(batch), step)
         metrics = result.metrics
+        if "dropped" in result.batch.columns:
+            n_kept = len(self._kept_rows(result.batch))
+            metrics |= {
+                "training/dropped_rows": result.batch.n_rows - n_kept,
+                "training/skipped_steps": float(n_kept == 0),
+            }
+        else:
+            n_kept = result.batch.n_rows
         if "actor/reward_kl_penalty" in metrics:
-            self.kl = self.kl.update(
-                current_kl=metrics["actor/reward_kl_penalty"], n_steps=result.batch.n_rows
-            )
+            self.kl = self.kl.update(current_kl=metrics["actor/reward_kl_penalty"], n_steps=n_kept)
         seconds = time.perf_counter() - start
         tokens = sum(result.batch.tokens or ())
         metrics |= {f"timing_s/{name}": value for name, value in result.timing_s.items()}
@@ -117,13 +132,20 @@ class Trainer:
         if self.val_prompts is None:
             return {}
         graph = self.graph.select(["generate", "reward"])
-        result = self._run(graph, self.store(self.val_prompts), step, greedy=True)
-        data = self.fetch(result.batch.select(["prompts", "responses", "response_mask", "rm_scores"]))
+        prompts = self.val_prompts
+        prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))], dtype=object)
+        result = self._run(graph, self.store(prompts), step, greedy=True)
+        columns = ["prompts", "responses", "response_mask", "rm_scores", "dropped"]
+        data = self.fetch(result.batch.select(name for name in columns if name in result.batch.columns))
         scores = data.batch["rm_scores"].sum(-1).tolist()
+        if "dropped" in data.batch:
+            scores = [None if lost else s for s, lost in zip(scores, data.batch["dropped"], strict=True)]
         rows = zip(self._texts(data), scores, strict=True)
         self.log.save_samples(step, ({"prompt": p, "response": r, "score": s} for (p, r), s in rows))
         lengths = data.batch["response_mask"].sum(-1).double()
-        return {"val/reward/mean": float(np.mean(scores)), "val/response_length/mean": lengths.mean().item()}
+        known = [score for score in scores if score is not None]
+        metrics = {"val/response_length/mean": lengths.mean().item()}
+        return metrics | ({"val/reward/mean": float(np.mean(known))} if known else {})
 
     def export(self, step: int) -> None:
         """Write the actor as a Hugging Face folder."""
@@ -143,7 +165,43 @@ class Trainer:
             )
         ]
 
-    def _run(self, graph: StepGraph, batch: BatchRef, step: int, *, greedy: bool = False) -> StepResult:
+    def _checked_run(self, graph: StepGraph, batch: BatchRef, step: int) -> StepResult:
+        """Run a step; the first one stops where actor and reference are further apart than expected, before
+        anything is updated.
+        """
+        names = [operation.name for operation in graph.operations]
+        if self.spec.expect_initial_kl is None or step > 1 or "ref_log_prob" not in names:
+            return self._run(graph, batch, step)
+        before = self._run(graph.select(COMPARED), batch, step)
+        self._check_initial_kl(before.batch, self.spec.expect_initial_kl)
+        after = self._run(graph.select(set(names) - set(COMPARED)), before.batch, step)
+        return StepResult(
+            after.batch,
+            before.metrics | after.metrics,
+            before.timing_s | after.timing_s,
+            [*before.spans, *after.spans],
+        )
+
+    def _check_initial_kl(self, batch: BatchRef, limit: float) -> None:
+        """Raise InitialKLError unless the mean log ratio over response tokens is within `limit` of 0."""
+        data = self.fetch(batch.select(["old_log_probs", "ref_log_prob", "response_mask"])).batch
+        ratio = (data["old_log_probs"] - data["ref_log_prob"]).double()[data["response_mask"].bool()]
+        if len(ratio) and not abs(initial_kl := ratio.mean().item()) <= limit:
+            actor, ref = (self.groups[role].checkpoint()[0] for role in ("actor", "ref"))
+            raise InitialKLError(
+                f"before the first update the KL between actor and reference is {initial_kl:.4g} nats per "
+                f"token, over {len(ratio)} tokens; ref.expect_initial_kl allows {limit:g}. The actor is "
+                f"{actor}, the reference is {ref}: is one of them another checkpoint than was meant?"
+            )
+
+    def _run(
+        self,
+        graph: StepGraph,
+        batch: BatchRef,
+        step: int,
+        *,
+        greedy: bool = False,
+    ) -> StepResult:
         controller = Controller(
             graph,
             self.groups,
@@ -153,17 +211,44 @@ class Trainer:
         )
         arguments: dict[str, Arguments] = {
             "generate": lambda _: {"greedy": greedy},
-            "advantage": lambda _: {"spec": self.spec.advantage, "kl_coef": self.kl.value},
+            "advantage": lambda ref: {
+                "spec": self.spec.advantage,
+                "kl_coef": self.kl.value,
+                "dropped": self._dropped_groups(ref),
+            },
             "update_actor": lambda ref: self._mini_batches(ref, self.groups["actor"].layout),
             "update_critic": lambda ref: self._mini_batches(ref, self.groups["critic"].layout),
         }
-        result = controller.run(batch, arguments, step=step)
+        result = controller.run(batch, arguments, step=step, groups=self._groups(graph, batch))
         self.log.timeline.append(result.spans)
         return result
 
+    def _groups(self, graph: StepGraph, batch: BatchRef) -> list[str] | None:
+        """The `uid` of each row, where an operation takes the samples of a prompt together."""
+        if all(operation.takes != "groups" for operation in graph.operations):
+            return None
+        uids: list[str] = self.fetch(batch.select(["uid"])).non_tensor_batch["uid"].tolist()
+        return uids
+
     def _mini_batches(self, batch: BatchRef, layout: Layout) -> dict[str, Any]:
-        plan: MiniBatchPlan = plan_mini_batches(batch.tokens or (), self.spec.mini_batch_samples, layout.dp)
+        plan: MiniBatchPlan = plan_mini_batches(
+            batch.tokens or (), self.spec.mini_batch_samples, layout.dp, self._kept_rows(batch)
+        )
         return {"rows": plan.rows, "sizes": plan.sizes}
+
+    def _dropped_groups(self, batch: BatchRef) -> frozenset[str]:
+        """The `uid` of every prompt of whose samples the reward left one out: all of them go."""
+        if "dropped" not in batch.columns:
+            return frozenset()
+        data = self.fetch(batch.select(["dropped", "uid"]))
+        return frozenset(data.non_tensor_batch["uid"][data.batch["dropped"].numpy()])
+
+    def _kept_rows(self, batch: BatchRef) -> list[int]:
+        """The rows that count in this step."""
+        if not (dropped := self._dropped_groups(batch)):
+            return list(range(batch.n_rows))
+        uids = self.fetch(batch.select(["uid"])).non_tensor_batch["uid"]
+        return [row for row, uid in enumerate(uids) if uid not in dropped]
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log.metrics(step, metrics)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from rolemesh.launch.reward_keys import has_batches, scorers
 from rolemesh.launch.schema import Recipe
+from rolemesh.launch.service_keys import RequestLimits, Speed
 from rolemesh.placement.plan import PlacementPlan
 
 
@@ -52,7 +54,32 @@ def batch_lines(recipe: Recipe, plan: PlacementPlan) -> list[str]:
     for role in recipe.roles:
         if role != "rollout":
             lines.append(_micro_batches(recipe, role, plan.layout_of(role).dp))
-    return lines
+    if recipe.has_ref and recipe.ref.kind == "remote":
+        ref = recipe.ref
+        lines.append(_service("ref", ref.endpoints, ref.limits, batch.samples, ref.limits.batch))
+        lines += _stated("ref", ref.speed, batch.samples)
+    for section, keys, kind in scorers(recipe.reward):
+        if kind in ("remote", "judge"):
+            size = keys.limits.batch if has_batches(keys, kind) else 1
+            lines.append(_service(section, keys.endpoints, keys.limits, batch.samples, size))
+    return lines + _stated("reward", recipe.reward.speed, batch.samples)
+
+
+def _service(section: str, endpoints: tuple[str, ...], limits: RequestLimits, samples: int, size: int) -> str:
+    """How the samples of a step go to a service, at most `size` in a request."""
+    several = f", at most {size} in a request" if size > 1 else ""
+    return (
+        f"{section}: {samples} samples to {', '.join(endpoints)}{several}, at most {limits.in_flight} "
+        "requests at once"
+    )
+
+
+def _stated(section: str, speed: Speed, samples: int) -> list[str]:
+    """How long a step's samples take at the speed that the recipe states, where it does."""
+    if speed == Speed():
+        return []
+    seconds = speed.latency_s + samples / (speed.samples_per_s or math.inf)
+    return [f"{section}: {samples} samples in {seconds:.3g} s, as {section}.speed states"]
 
 
 def _micro_batches(recipe: Recipe, role: str, dp: int) -> str:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
+from rolemesh.engine.remote.http import Limits
+from rolemesh.engine.rewards import build
+from rolemesh.engine.rewards.judge_answer import Scale
+from rolemesh.engine.rewards.judge_forms import Criterion, Scores
+from rolemesh.engine.rewards.judge_pairs import Pairwise
 from rolemesh.engine.rollout import SamplingOptions
 from rolemesh.engine.trainer import TrainerSpec
 from rolemesh.engine.workers.actor import PolicyLoss
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.critic import ValueLoss
 from rolemesh.engine.workers.megatron import RoleSpec
+from rolemesh.engine.workers.remote_reference import RemoteRefSpec
 from rolemesh.engine.workers.rollout import RolloutSpec
 from rolemesh.launch.arithmetic import updates
-from rolemesh.launch.roles import Actor, Critic, Optim, Ref, Reward
+from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.reward_keys import Judge, Reward
+from rolemesh.launch.reward_keys import Scorer as ScorerKeys
+from rolemesh.launch.roles import Actor, Critic, Optim, Ref
 from rolemesh.launch.schema import Recipe
 from rolemesh.parallel.optim import OptimConfig
 
@@ -142,5 +152,101 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         save_every=recipe.run.save_every,
         critic_warmup=recipe.batch.critic_warmup,
         overlap=recipe.schedule.overlap,
+        expect_initial_kl=recipe.ref.expect_initial_kl if recipe.has_ref else None,
         order=order or {},
     )
+
+
+def scorer(recipe: Recipe) -> build.Scorer:
+    """What scores text (every kind of reward but model). Raises RecipeError for a token that is not there."""
+    reward = recipe.reward
+    if reward.kind != "composite":
+        return _scorer(recipe, "reward", reward, str(reward.kind))
+    return build.Composite(
+        {
+            name: (part.weight, _scorer(recipe, f"reward.parts.{name}", part, str(part.kind)))
+            for name, part in reward.parts.items()
+        }
+    )
+
+
+def _scorer(
+    recipe: Recipe, section: str, keys: ScorerKeys, kind: str
+) -> build.Function | build.Remote | build.Judge:
+    special: build.Special = "strip" if keys.strips_special_tokens else "keep"
+    match kind:
+        case "function":
+            return build.Function(str(keys.path), keys.limit_s, keys.workers, special)
+        case "remote":
+            service = _service(recipe, section, keys)
+            text = keys.text
+            return build.Remote(
+                service,
+                keys.protocol,
+                keys.score_key,
+                text.template,
+                special,
+                text.tokenizer,
+                keys.send_ids,
+            )
+        case "judge":
+            return _judge(_service(recipe, section, keys), str(keys.model), keys.judge, special)
+    raise ValueError(f"{section}.kind {kind} scores no text")
+
+
+def _judge(service: build.Service, model: str, judge: Judge, special: build.Special) -> build.Judge:
+    if judge.form == "pairwise":
+        form: Scores | Pairwise = Pairwise(judge.against, judge.opponents, judge.reasoning)
+    else:
+        criteria = {name: Criterion(one.weight, one.text) for name, one in judge.criteria.items()}
+        form = Scores(Scale(*judge.scale, step=judge.step, clamp=judge.clamp), criteria, judge.reasoning)
+    return build.Judge(
+        service,
+        model,
+        form,
+        template=judge.template,
+        system=judge.system,
+        sampling={"temperature": judge.temperature, "max_tokens": judge.max_tokens},
+        constraint=judge.constraint,
+        retries=judge.retries,
+        cache_dir=judge.cache_dir,
+        special_tokens=special,
+    )
+
+
+def _service(recipe: Recipe, section: str, keys: ScorerKeys) -> build.Service:
+    policy = keys.on_failure
+    assert policy is not None
+    assert policy.do is not None  # `rules` refuses the recipe otherwise
+    return build.Service(
+        section,
+        keys.endpoints,
+        Limits(**vars(keys.limits)),
+        policy.do,
+        policy.value,
+        policy.stop_above,
+        window=recipe.batch.samples,
+        token=bearer_token(section, keys.token_env),
+    )
+
+
+def remote_ref_spec(recipe: Recipe) -> RemoteRefSpec:
+    """Where the reference is (ref.kind remote). Raises RecipeError for a token that is not there."""
+    ref = recipe.ref
+    return RemoteRefSpec(
+        ref.endpoints,
+        Limits(**vars(ref.limits)),
+        actor=recipe.actor.path,
+        temperature=recipe.rollout.temperature,
+        longest_tokens=recipe.data.max_prompt_tokens + recipe.lengths.max_response_tokens,
+        token=bearer_token("ref", ref.token_env),
+    )
+
+
+def bearer_token(section: str, variable: str | None) -> str | None:
+    """The token in the environment variable that the recipe names. Raises RecipeError when it is not set."""
+    if variable is None:
+        return None
+    if not (token := os.environ.get(variable)):
+        raise RecipeError(f"{section}.token_env: the environment variable {variable} is not set")
+    return token

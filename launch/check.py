@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on
+from rolemesh.launch.reward_keys import Scorer, scorers
+from rolemesh.launch.roles import Ref
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
 from rolemesh.placement.plan import PlacementPlan
@@ -40,7 +43,7 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     says about its cluster counts.
     """
     report = CheckReport()
-    report.problems += [*_files(recipe), *_reward_function(recipe)]
+    report.problems += [*_files(recipe), *_reward_functions(recipe), *_services(recipe)]
     if not report.problems:
         _check_prompts(recipe, report)
     checkpoints = _read_models(recipe, report)
@@ -66,22 +69,42 @@ def _files(recipe: Recipe) -> Iterator[str]:
                 yield f"data.{name}: {path} is neither .jsonl nor .parquet"
 
 
-def _reward_function(recipe: Recipe) -> Iterator[str]:
-    if recipe.reward.kind != "function":
-        return
-    path, _, name = recipe.reward.path.rpartition(":")
+def _services(recipe: Recipe) -> Iterator[str]:
+    """Tokens, tokenizers and templates that rewards and a remote reference name and that are not there."""
+    sections: list[tuple[str, Scorer | Ref]] = [(name, keys) for name, keys, _ in scorers(recipe.reward)]
+    if recipe.has_ref:
+        sections.append(("ref", recipe.ref))
+    for section, keys in sections:
+        if keys.token_env is not None and not os.environ.get(keys.token_env):
+            yield f"{section}.token_env: the environment variable {keys.token_env} is not set"
+        if isinstance(keys, Scorer):
+            folder, template = keys.text.tokenizer, keys.judge.template
+            if folder is not None and not Path(folder).is_dir():
+                yield f"{section}.text.tokenizer: no folder {folder}"
+            if template is not None and not Path(template).is_file():
+                yield f"{section}.judge.template: no file {template}"
+
+
+def _reward_functions(recipe: Recipe) -> Iterator[str]:
+    for section, keys, kind in scorers(recipe.reward):
+        if kind == "function":
+            yield from _function(f"{section}.path", str(keys.path))
+
+
+def _function(key: str, reward: str) -> Iterator[str]:
+    path, _, name = reward.rpartition(":")
     if not Path(path).is_file():
-        yield f"reward.path: no file {path}"
+        yield f"{key}: no file {path}"
         return
     try:
         body = ast.parse(Path(path).read_text()).body
     except SyntaxError as error:
-        yield f"reward.path: {path} line {error.lineno}: {error.msg}"
+        yield f"{key}: {path} line {error.lineno}: {error.msg}"
         return
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     imported = [a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names]
     if name not in functions + imported:
-        yield f"reward.path: {path} has no function {name} (it has {', '.join(functions) or 'none'})"
+        yield f"{key}: {path} has no function {name} (it has {', '.join(functions) or 'none'})"
 
 
 def _check_prompts(recipe: Recipe, report: CheckReport) -> None:

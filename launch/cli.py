@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from rolemesh.launch import cli_devices
+from rolemesh.launch import cli_devices, cli_services
 from rolemesh.launch.fields import RecipeError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -190,6 +190,7 @@ def _instead(plan: Path | None) -> list[str]:
 
 
 cli_devices.add_commands(main)
+cli_services.add_commands(main)
 
 
 @main.command()

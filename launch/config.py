@@ -14,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rolemesh.launch.fields import Key, RecipeError, Section, declared, members, section_of, without_none
-from rolemesh.launch.roles import Actor, Critic, Ref, Reward
+from rolemesh.launch.reward_keys import Part, PartKind, Reward, RewardKind
+from rolemesh.launch.roles import Actor, Critic, Ref
 from rolemesh.launch.rules import check_across, useless_keys
 from rolemesh.launch.schema import Recipe
 from rolemesh.launch.suggest import leaves, unknown_key
@@ -159,8 +160,6 @@ def _absolute(value: Any, base: Path) -> Any:
 
 def _filled(recipe: Recipe, name: str) -> Recipe:
     """The recipe with the defaults that follow from other keys; `name` names the run folder."""
-    is_function = FUNCTION_PATH.search(recipe.reward.path) is not None
-    kind: Literal["model", "function"] = recipe.reward.kind or ("function" if is_function else "model")
     strategy = recipe.placement.strategy
     if not recipe.placement.pools and not recipe.placement.plan:
         strategy = strategy or "colocate"
@@ -168,17 +167,40 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
     def tokens(role: Actor | Critic | Ref | Reward) -> int:
         return role.micro_batch_tokens or recipe.batch.micro_batch_tokens
 
+    ref_path = recipe.ref.path
+    if recipe.ref.kind == "model":
+        ref_path = ref_path or recipe.actor.path
     return replace(
         recipe,
         run=replace(recipe.run, dir=recipe.run.dir or os.path.abspath(Path("runs") / name)),
         actor=replace(recipe.actor, micro_batch_tokens=tokens(recipe.actor)),
         critic=replace(recipe.critic, micro_batch_tokens=tokens(recipe.critic)),
-        ref=replace(
-            recipe.ref, path=recipe.ref.path or recipe.actor.path, micro_batch_tokens=tokens(recipe.ref)
+        ref=replace(recipe.ref, path=ref_path, micro_batch_tokens=tokens(recipe.ref)),
+        reward=replace(
+            recipe.reward,
+            kind=_reward_kind(recipe.reward),
+            micro_batch_tokens=tokens(recipe.reward),
+            parts={name: _part(name, part) for name, part in recipe.reward.parts.items()},
         ),
-        reward=replace(recipe.reward, kind=kind, micro_batch_tokens=tokens(recipe.reward)),
         placement=replace(recipe.placement, strategy=strategy),
     )
+
+
+def _reward_kind(reward: Reward) -> RewardKind:
+    if reward.kind is not None:
+        return reward.kind
+    return "function" if reward.path and FUNCTION_PATH.search(reward.path) else "model"
+
+
+def _part(name: str, part: Part) -> Part:
+    if part.kind is not None:
+        return part
+    if not part.path or not FUNCTION_PATH.search(part.path):
+        choices = ", ".join(typing.get_args(PartKind))
+        raise RecipeError(
+            f"reward.parts.{name}.kind is missing: {choices} (a path file.py:name is a function)"
+        )
+    return replace(part, kind="function")
 
 
 def _build(section: type[S], tree: Any, prefix: str = "") -> S:
@@ -207,7 +229,7 @@ def _build(section: type[S], tree: Any, prefix: str = "") -> S:
 
 
 def _doc(section: type[Section], path: str) -> str:
-    generic = re.sub(r"(pools\.)[^.]+", r"\1NAME", path)
+    generic = re.sub(r"\b(pools|parts)\.[^.]+", r"\1.NAME", path)
     return next(k.metadata["doc"] for k in declared(section) if k.path == generic)
 
 

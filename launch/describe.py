@@ -46,9 +46,16 @@ def _tables() -> str:
         parts.append(f"### `{root.path}`\n\n{root.metadata['doc']}\n")
         parts.append("| key | type | default | meaning | in verl |\n|---|---|---|---|---|")
         inside = [k for k in keys if covers(root.path, k.path) and k is not root and not section_of(k.type)]
+        inside = [k for k in inside if not _repeated(k, keys)]
         parts.extend(_row(k) for k in inside)
         parts.append("")
     return "\n".join(parts)
+
+
+def _repeated(key: Key, keys: list[Key]) -> bool:
+    """Whether a part of a reward has the key in common with the reward, where it is described."""
+    above = key.path.replace(".parts.NAME.", ".")
+    return above != key.path and any(k.path == above and k.type == key.type for k in keys)
 
 
 def type_name(hint: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import yaml
 
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.reward_keys import needs_groups
 from rolemesh.launch.schema import Recipe
+from rolemesh.launch.service_keys import Speed
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.lengths import Fixed, Lengths
@@ -17,6 +20,7 @@ from rolemesh.placement.model import ModelShape
 from rolemesh.placement.roles import PlanRequest, RoleRequest
 from rolemesh.placement.search.pins import Pin, PinError, Strength
 from rolemesh.placement.steps import step_graph
+from rolemesh.placement.timing.transfer import Remote
 from rolemesh.placement.workload import Workload
 
 _PIN = re.compile(r"\s*(?P<roles>\w+(?:\s*[,+]\s*\w+)*)\s+(?P<what>\w+)\s*(?:=\s*(?P<value>\S.*))?")
@@ -26,7 +30,14 @@ _TEXT = ("device_type", "label")  # pins whose value is text as it stands
 def graph_of(recipe: Recipe) -> StepGraph:
     """The step graph of the recipe's algorithm."""
     kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
-    return step_graph(recipe.algorithm.name, reference=recipe.has_ref, reward=recipe.reward.kind, kl_in=kl_in)
+    return step_graph(
+        recipe.algorithm.name,
+        reference=recipe.has_ref,
+        reward=recipe.reward.kind,
+        kl_in=kl_in,
+        reward_takes="groups" if needs_groups(recipe.reward) else "rows",
+        ref_takes="rows" if recipe.ref.kind == "remote" else "batch",
+    )
 
 
 def workload_of(recipe: Recipe) -> Workload:
@@ -67,8 +78,16 @@ def request_of(
         {role: _role(recipe, role, shapes, defaults) for role in recipe.roles},
         workload_of(recipe),
         cluster,
+        remote=_stated_speeds(recipe),
         runnable=runnable,
     )
+
+
+def _stated_speeds(recipe: Recipe) -> dict[str, Remote]:
+    """By operation, how fast what runs on no devices answers; without those that say nothing of it."""
+    sections = {"reward": recipe.reward.speed, "ref_log_prob": recipe.ref.speed}
+    said = {name: speed for name, speed in sections.items() if speed != Speed()}
+    return {name: Remote(speed.latency_s, speed.samples_per_s or math.inf) for name, speed in said.items()}
 
 
 def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults: bool) -> RoleRequest:

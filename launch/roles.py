@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rolemesh.launch.fields import RecipeError, Section, key
+from rolemesh.launch.service_keys import RequestLimits, Speed, check_endpoints
 
 TrainDtype = Literal["bfloat16", "float32"]
 InferDtype = Literal["bfloat16", "float32", "float16"]
@@ -102,11 +103,13 @@ class Optim(Section):
             raise RecipeError(f"min_lr is {self.min_lr:g}, above the lr of {self.lr:g}")
 
 
-def _layout(verl: str = "") -> Any:
+def layout_key(verl: str = "") -> Any:
+    """The `layout` of a role with a model."""
     return key(LayoutPins, "How the model is cut.", verl=verl)
 
 
-def _micro_batch_tokens() -> Any:
+def micro_batch_tokens_key() -> Any:
+    """The `micro_batch_tokens` of such a role."""
     return key(None, "Tokens per rank at once.", unit="tokens", at_least=1, shown="batch.micro_batch_tokens")
 
 
@@ -119,13 +122,13 @@ class Actor(Section):
     path: str = key(doc="Hugging Face folder.", path=True, verl="actor_rollout_ref.model.path")
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
     optim: Optim = key(Optim, "Optimizer.", verl="actor_rollout_ref.actor.optim")
-    layout: LayoutPins = _layout("actor_rollout_ref.actor.megatron")
+    layout: LayoutPins = layout_key("actor_rollout_ref.actor.megatron")
     recompute: bool = key(
         False,
         "Recompute activations in the backward pass: less memory, about a third more compute.",
         verl="actor_rollout_ref.model.enable_gradient_checkpointing",
     )
-    micro_batch_tokens: int | None = _micro_batch_tokens()
+    micro_batch_tokens: int | None = micro_batch_tokens_key()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +145,13 @@ class Critic(Section):
     )
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
     optim: Optim = key(Optim, "Optimizer.", verl="critic.optim")
-    layout: LayoutPins = _layout("critic.megatron")
+    layout: LayoutPins = layout_key("critic.megatron")
     recompute: bool = key(
         False,
         "Recompute activations in the backward pass: less memory, about a third more compute.",
         verl="critic.model.enable_gradient_checkpointing",
     )
-    micro_batch_tokens: int | None = _micro_batch_tokens()
+    micro_batch_tokens: int | None = micro_batch_tokens_key()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,41 +161,33 @@ class Ref(Section):
     scalar: ClassVar[str] = "path"
     later_keys: ClassVar[Mapping[str, str]] = {"stream": "the reference scores whole batches"}
 
-    path: str | None = key(None, "Hugging Face folder.", path=True, shown="actor.path")
-    dtype: InferDtype = key("bfloat16", "Type of weights and activations.")
-    layout: LayoutPins = _layout("actor_rollout_ref.ref.megatron")
-    micro_batch_tokens: int | None = _micro_batch_tokens()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reward(Section):
-    """Where rewards come from: a model with a scalar head, or a Python function."""
-
-    scalar: ClassVar[str] = "path"
-    later_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("protocol", "endpoints", "token_env", "text", "limits", "on_failure"),
-        "use kind: model or kind: function",
+    kind: Literal["model", "remote"] = key(
+        "model", "model: a placed role; remote: a service (`rolemesh serve-ref`)."
     )
-
-    path: str = key(
-        doc="Hugging Face folder of a sequence-classification model, or file.py:function.",
-        path=True,
-        verl="reward_model.model.path, custom_reward_function.path",
-    )
-    kind: Literal["model", "function"] | None = key(
-        None,
-        "What path is.",
-        shown="function where path reads file.py:name, else model",
-        later={"remote": "run the reward model as a role (kind: model) or call a service from a function"},
-    )
+    path: str | None = key(None, "Hugging Face folder (model).", path=True, shown="actor.path")
     dtype: InferDtype = key("bfloat16", "Type of weights and activations (model).")
-    layout: LayoutPins = _layout("reward_model.megatron")
-    micro_batch_tokens: int | None = _micro_batch_tokens()
-    limit_s: float = key(30.0, "Longest time one call may take (function).", unit="s", above=0)
-    workers: int = key(2, "Processes that call it (function).", unit="processes", at_least=1)
-    special_tokens: Literal["keep", "strip"] = key(
-        "strip", "Whether the text handed over holds special tokens (function)."
+    layout: LayoutPins = layout_key("actor_rollout_ref.ref.megatron")
+    micro_batch_tokens: int | None = micro_batch_tokens_key()
+    endpoints: tuple[str, ...] = key(
+        (), "URLs of the service, one or several (remote).", shown="required by remote"
     )
+    token_env: str | None = key(
+        None, "Environment variable that holds the bearer token (remote).", shown="no token"
+    )
+    limits: RequestLimits = key(RequestLimits, "What bounds requests (remote).")
+    speed: Speed = key(Speed, "How fast it is, for the planner (remote).")
+    expect_initial_kl: float | None = key(
+        None,
+        "Stop when actor and reference differ by more before the first update: one of them is another "
+        "checkpoint than was meant.",
+        unit="nats per token",
+        above=0,
+        shown="not looked at",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_endpoints(self.endpoints)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +201,7 @@ class Rollout(Section):
         "hf: transformers' generate, fed from the actor's weights; vllm: planned, not yet run.",
         verl="actor_rollout_ref.rollout.name",
     )
-    layout: LayoutPins = _layout("actor_rollout_ref.rollout")
+    layout: LayoutPins = layout_key("actor_rollout_ref.rollout")
     temperature: float = key(
         1.0,
         "Sampling temperature; log-probs use the same.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.strategies import check_roles
@@ -25,6 +26,12 @@ def check_across(recipe: Recipe) -> None:
             f"batch.samples_per_prompt is {recipe.batch.samples_per_prompt}, but grpo compares the samples "
             "of a prompt: at least 2"
         )
+    check_reward(recipe.reward)
+    _check_comparisons(recipe)
+    if recipe.has_ref and recipe.ref.kind == "remote" and not recipe.ref.endpoints:
+        raise RecipeError(
+            "ref.endpoints is missing: where does the reference listen? such as [http://ref-0:5001]"
+        )
     for axis in ROLLOUT_AXES if recipe.rollout.engine == "hf" else ():
         if (size := getattr(recipe.rollout.layout, axis)) not in (None, False, 1):
             raise RecipeError(
@@ -32,6 +39,22 @@ def check_across(recipe: Recipe) -> None:
                 f"in each process: leave {axis} out"
             )
     _check_pools(recipe)
+
+
+def _check_comparisons(recipe: Recipe) -> None:
+    """A judge that compares the samples of a prompt needs several of them, in validation too."""
+    for section, keys, kind in scorers(recipe.reward):
+        if kind == "judge" and keys.judge.form == "pairwise" and keys.judge.against == "group":
+            if recipe.batch.samples_per_prompt < 2:
+                raise RecipeError(
+                    f"batch.samples_per_prompt is {recipe.batch.samples_per_prompt}, but {section}.judge "
+                    "compares the samples of a prompt: at least 2, or judge.against: label"
+                )
+            if recipe.data.val_files:
+                raise RecipeError(
+                    f"data.val_files: validation takes one sample for each prompt, and {section}.judge "
+                    "compares several: use judge.against: label, or leave val_files out"
+                )
 
 
 def useless_keys(recipe: Recipe) -> dict[str, str]:
@@ -55,12 +78,13 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
     if not recipe.has_ref:
         paths = tuple(f"algorithm.kl.{name}" for name in ("kind", "coef", "target", "horizon"))
         mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
-    if recipe.reward.kind == "function":
-        paths = ("reward.dtype", "reward.layout", "reward.micro_batch_tokens")
-        mark("reward.path is a function, not a model", *paths)
+    elif recipe.ref.kind == "remote":
+        names = ("path", "dtype", "layout", "micro_batch_tokens")
+        mark("ref.kind is remote: the service has the model", *(f"ref.{name}" for name in names))
     else:
-        paths = ("reward.limit_s", "reward.workers", "reward.special_tokens")
-        mark("reward.path is a model, not a function", *paths)
+        names = ("endpoints", "token_env", "limits", "speed")
+        mark("ref.kind is model, not remote", *(f"ref.{name}" for name in names))
+    idle |= useless_reward_keys(recipe.reward)
     if recipe.run.steps is not None:
         mark(f"run.steps fixes the length at {recipe.run.steps} steps", "run.epochs")
     if recipe.run.address is not None:

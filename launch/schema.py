@@ -1,4 +1,5 @@
-"""The recipe: one frozen dataclass per section; with `roles.py`, the only place where keys are declared.
+"""The recipe: one frozen dataclass per section; keys are declared here, in `roles.py`, `reward_keys.py` and
+`service_keys.py`, and nowhere else.
 
 Each field carries its type (a `Literal` lists the choices), its default and, in the metadata made by
 `key`, what it means, its unit, its bounds and what verl calls it. `config.py` builds these values from
@@ -13,7 +14,8 @@ from fractions import Fraction
 from typing import ClassVar, Literal
 
 from rolemesh.launch.fields import RecipeError, Section, key
-from rolemesh.launch.roles import Actor, Critic, Ref, Reward, Rollout
+from rolemesh.launch.reward_keys import Reward
+from rolemesh.launch.roles import Actor, Critic, Ref, Rollout
 
 MODEL_ROLES = ("actor", "rollout", "critic", "ref", "reward")
 
@@ -407,5 +409,9 @@ class Recipe(Section):
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles that hold a model in this run, and so need a pool."""
-        present = {"critic": self.has_critic, "ref": self.has_ref, "reward": self.reward.kind == "model"}
+        present = {
+            "critic": self.has_critic,
+            "ref": self.has_ref and self.ref.kind == "model",
+            "reward": self.reward.kind == "model",
+        }
         return tuple(role for role in MODEL_ROLES if present.get(role, True))

@@ -23,7 +23,8 @@ from rolemesh.engine.trainer import Trainer
 from rolemesh.engine.workers.actor import ActorWorker
 from rolemesh.engine.workers.critic import CriticWorker
 from rolemesh.engine.workers.reference import RefWorker
-from rolemesh.engine.workers.reward import FunctionRewardWorker, RewardWorker
+from rolemesh.engine.workers.remote_reference import RemoteRefWorker
+from rolemesh.engine.workers.reward import RewardWorker, ScoreWorker
 from rolemesh.engine.workers.rollout import RolloutWorker
 from rolemesh.launch import assemble
 from rolemesh.launch.checkpoints import read_shapes
@@ -124,6 +125,9 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     figures = " ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
     skipped = sum(metrics.get(f"{role}/skipped_steps", 0) for role in ("actor", "critic"))
     warning = f" | {skipped:.0f} updates skipped: their gradient was not finite" if skipped else ""
+    if dropped := metrics.get("training/dropped_rows", 0):
+        warning += f" | {dropped:.0f} samples left out: they or others of their prompt got no score"
+        warning += ", so none was left and nothing learnt" if metrics["training/skipped_steps"] else ""
     return f"step {step}/{steps}{seconds} {figures}{warning}"
 
 
@@ -156,13 +160,15 @@ def _worker_groups(
         )
         for pool in plan.pools
     }
-    beside = ProcessPool("reward_function", fetch_timeout_s=recipe.run.timeout_s)
+    unplaced = [role for role in graph_of(recipe).roles() if role not in plan.roles]
+    beside = {role: ProcessPool(f"{role}_process", fetch_timeout_s=recipe.run.timeout_s) for role in unplaced}
     try:
         progress.start("start workers")
         create_pools(list(pools.values()), report=progress.write)
         starting = ThreadPoolExecutor(len(pools))  # not joined: the shutdown below ends a start that hangs
         list(starting.map(ResourcePool.hosts, pools.values()))
-        beside.dp_sizes = next(iter(pools.values())).dp_sizes  # its results are cut for their consumers
+        for process in beside.values():
+            process.dp_sizes = next(iter(pools.values())).dp_sizes  # its results are cut for their consumers
         progress.end("start workers")
         groups = {
             role: RayWorkerGroup(
@@ -174,12 +180,9 @@ def _worker_groups(
             )
             for role in plan.roles
         }
-        if recipe.reward.kind == "function":
-            groups["reward"] = RayWorkerGroup(
-                beside,
-                _worker(recipe, "reward", steps),
-                role="reward",
-                timeout_s=recipe.run.timeout_s,
+        for role, process in beside.items():
+            groups[role] = RayWorkerGroup(
+                process, _worker(recipe, role, steps), role=role, timeout_s=recipe.run.timeout_s
             )
         progress.start("load models")
         loading = [group.init_model(blocking=False) for group in groups.values()]
@@ -188,7 +191,7 @@ def _worker_groups(
         progress.end("load models")
         yield groups
     finally:
-        for pool in [*pools.values(), beside]:
+        for pool in [*pools.values(), *beside.values()]:
             pool.shutdown()
 
 
@@ -196,16 +199,10 @@ def _worker(recipe: Recipe, role: str, steps: int) -> RayClassWithInitArgs:
     """The worker class of a role and what its constructor takes."""
     if role == "rollout":
         return RayClassWithInitArgs(RolloutWorker, assemble.rollout_spec(recipe))
-    if role == "reward" and recipe.reward.kind == "function":
-        reward = recipe.reward
-        return RayClassWithInitArgs(
-            FunctionRewardWorker,
-            reward.path,
-            tokenizer=recipe.actor.path,
-            limit_s=reward.limit_s,
-            workers=reward.workers,
-            special_tokens=reward.special_tokens,
-        )
+    if role == "reward" and recipe.reward.kind != "model":
+        return RayClassWithInitArgs(ScoreWorker, assemble.scorer(recipe), tokenizer=recipe.actor.path)
+    if role == "ref" and recipe.ref.kind == "remote":
+        return RayClassWithInitArgs(RemoteRefWorker, assemble.remote_ref_spec(recipe))
     spec = assemble.role_spec(recipe, role, steps)
     if role == "actor":
         return RayClassWithInitArgs(ActorWorker, spec, assemble.policy_loss(recipe))

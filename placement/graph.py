@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["generate", "infer", "train", "transfer"]
+Takes = Literal["batch", "rows", "groups"]
 
 
 class GraphError(ValueError):
@@ -21,6 +22,10 @@ class Operation:
 
     `reads` and `writes` are columns of the batch; `state_reads` and `state_writes` are state that
     outlives the step, such as `actor.weights`. `method` is the worker group's method.
+
+    `takes` is what it needs at a time. Where that is not the whole `batch`, its result for a row depends on
+    that row alone (`rows`) or on the rows of the same prompt (`groups`): it may start on what its writer has
+    finished, while that one still works on the others.
     """
 
     name: str
@@ -31,10 +36,17 @@ class Operation:
     writes: frozenset[str] = frozenset()
     state_reads: frozenset[str] = frozenset()
     state_writes: frozenset[str] = frozenset()
+    takes: Takes = "batch"
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise GraphError(f"operation {self.name!r}: kind {self.kind!r} is none of {get_args(Kind)}")
+        if self.takes not in get_args(Takes):
+            raise GraphError(f"operation {self.name!r}: takes {self.takes!r} is none of {get_args(Takes)}")
+        if self.takes != "batch" and (self.kind != "infer" or self.state_writes):
+            raise GraphError(
+                f"operation {self.name!r} takes {self.takes}: only one of kind infer that writes no state can"
+            )
         for name in ("reads", "writes", "state_reads", "state_writes"):
             object.__setattr__(self, name, frozenset(getattr(self, name)))
 
@@ -88,6 +100,18 @@ class StepGraph:
         self._add_columns(waits)
         self._add_state(waits)
         return {name: frozenset(others - {name}) for name, others in waits.items()}
+
+    def followers(self, name: str, done: Collection[str]) -> tuple[Operation, ...]:
+        """Operations that take rows or groups of `name` as it makes them: besides it they wait for none."""
+        waits = self.dependencies()
+        return tuple(
+            operation
+            for operation in self.operations
+            if operation.takes != "batch"
+            and operation.name not in done
+            and self[name].writes & operation.reads
+            and waits[operation.name] - set(done) == {name}
+        )
 
     def order(self) -> tuple[Operation, ...]:
         """All operations, each after what it waits for; program order where the graph leaves a choice."""

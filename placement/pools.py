@@ -207,6 +207,7 @@ def _too_small(
     pool: PoolSpec, before: Placement, others: Sequence[PoolSpec], cluster: ClusterSpec
 ) -> PlacementError:
     """The error for a pool that does not fit beside `others`, placed as `before` says."""
+    asked = pool.where.resources_per_worker
     rooms = {node.name: Room.of(node, [pool]) for node in cluster.usable}
     for other in others:
         for name, count in before.nodes[other.name]:
@@ -216,15 +217,18 @@ def _too_small(
     short = [
         f"node {name} takes {room.capacity(pool)} of its processes ({room.devices} devices"
         + (f", {room.cpus:g} CPUs" if math.isfinite(room.cpus) else "")
+        + "".join(f", {amount:g} {kind}" for kind, amount in room.resources if kind in asked)
         + f" free; needs {min(pool.process_on_nodes)})"
         for name, room in rooms.items()
         if room.capacity(pool) < min(pool.process_on_nodes)
     ]
     beside = f" beside {', '.join(other.name for other in others)}" if others else ""
-    cpus = f" with {pool.cpus_per_process:g} CPUs each" if pool.cpus_per_process else ""
+    each = [f"{pool.cpus_per_process:g} CPUs"] if pool.cpus_per_process else []
+    each += [f"{amount:g} {kind}" for kind, amount in asked.items()]
+    takes = f" with {' and '.join(each)} each" if each else ""
     return PlacementError(
         f"pool {pool.name!r} asks {pool.world} devices on {len(pool.process_on_nodes)} nodes as "
-        f"{list(pool.process_on_nodes)}{cpus}; {present} present{beside}"
+        f"{list(pool.process_on_nodes)}{takes}; {present} present{beside}"
         + "".join(f"; {text}" for text in short[:4])
         + f". Nearest that fits: {_nearest(pool, fits)}. Nodes:\n{cluster.table()}",
         pool=pool.name,

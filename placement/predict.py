@@ -48,7 +48,7 @@ def predict(
     sampler = Sampler(plan, request)
     pools = [SimulatedPool(pool.name, pool.roles, pool.world) for pool in plan.pools]
     order = plan.order or None
-    kept = {"order": order, "steps": steps, "staleness": request.staleness}
+    kept = {"order": order, "steps": steps, "staleness": request.staleness, "parts": sampler.parts}
     return Predicted(
         simulate(request.graph, sampler, pools, seed=seed, **kept),  # type: ignore[arg-type]
         sample_range(request.graph, sampler, pools, seeds=seeds, **kept),  # type: ignore[arg-type]
@@ -71,6 +71,14 @@ class Sampler:
         self.chosen = {role: self._option(role) for role in plan.roles}
         self._drawn: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._seconds: dict[tuple[str, int, int], float] = {}
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a replica generates its samples, one after the other."""
+        operation = next(op for op in self.request.graph.operations if op.kind == "generate")
+        cost = self.chosen[operation.role]
+        rows = -(-self.request.workload.samples // cost.option.layout.dp)
+        return -(-rows // max(1, min(cost.option.micro_batch, rows)))
 
     def _option(self, role: str) -> RoleCost:
         options = self.costs.options(role, self.devices[role])

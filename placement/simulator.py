@@ -67,15 +67,19 @@ def simulate(
     steps: int = 3,
     staleness: int = 0,
     seed: int = 0,
+    parts: int = 1,
 ) -> Simulation:
     """Play `steps` steps.
 
     `order` gives each pool's operations, as a plan does. Without it a pool takes them as they become ready,
     as the controller's queues do. Operations of roles on no pool run beside everything; their spans name the
-    role as the pool. Raises SimulationError.
+    role as the pool.
+
+    Generation makes its batch in `parts` of equal length: of the operations on no pool, those that take rows
+    start on the first one, and have the last one to do when it ends. Raises SimulationError.
     """
     sampler = seconds if callable(seconds) else lambda name, step, seed: seconds[name]
-    player = _Player(graph, pools, order, staleness)
+    player = _Player(graph, pools, order, staleness, parts)
     spans: list[Span] = []
     busy_s = {pool.name: 0.0 for pool in pools}
     now, periods = 0.0, []
@@ -111,10 +115,11 @@ def sample_range(
     staleness: int = 0,
     seeds: Iterable[int] = range(32),
     quantiles: Sequence[float] = (0.05, 0.5, 0.95),
+    parts: int = 1,
 ) -> Range:
     """How step time and utilisation vary over `seeds` of the sampled lengths."""
     runs = [
-        simulate(graph, sampler, pools, order=order, steps=steps, staleness=staleness, seed=seed)
+        simulate(graph, sampler, pools, order=order, steps=steps, staleness=staleness, seed=seed, parts=parts)
         for seed in seeds
     ]
 
@@ -135,8 +140,9 @@ class _Player:
         pools: Sequence[SimulatedPool],
         order: Mapping[str, Sequence[str]] | None,
         staleness: int,
+        parts: int,
     ) -> None:
-        self.graph = graph
+        self.graph, self.parts = graph, parts
         self.waits = waits_for(graph, staleness)
         self.names = [operation.name for operation in graph.operations]
         self.pool_of_role = {role: pool for pool in pools for role in pool.roles}
@@ -177,9 +183,9 @@ class _Player:
                     for pool in self.pools_of[name]:
                         queues[pool].append(name)
                 if all(pool not in running and queues[pool][0] == name for pool in self.pools_of[name]):
-                    started[name] = now
+                    started[name], end_s = self._begun(name, now, started, ended, durations)
                     running.update(self.pools_of[name])
-                    heapq.heappush(events, (now + durations[name], self.names.index(name), name))
+                    heapq.heappush(events, (end_s, self.names.index(name), name))
             if not events:
                 break
             now, _, name = heapq.heappop(events)
@@ -195,6 +201,23 @@ class _Player:
                 + "; ".join(f"{pool} next runs {queue[0]}" for pool, queue in queues.items() if queue)
             )
         return started, ended
+
+    def _begun(
+        self,
+        name: str,
+        now: float,
+        started: Mapping[str, float],
+        ended: Mapping[str, float],
+        durations: Mapping[str, float],
+    ) -> tuple[float, float]:
+        """Start and end of an operation that nothing holds back now; on no pool it may have begun before."""
+        sources = [other for other in self.waits[name] if self.graph[other].kind == "generate"]
+        if self.graph[name].takes == "batch" or self.pools_of[name] or not sources:
+            return now, now + durations[name]
+        (source,) = sources
+        first_s = started[source] + durations[source] / self.parts
+        start_s = max([first_s, *(ended[other] for other in self.waits[name] if other != source)])
+        return start_s, max(start_s + durations[name], ended[source] + durations[name] / self.parts)
 
     def spans(self, name: str, start_s: float, end_s: float, step: int) -> list[Span]:
         """A span per rank, as the controller records them; a transfer's source ranks too."""

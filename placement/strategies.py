@@ -9,6 +9,7 @@ from typing import Any
 
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.hints import did_you_mean
+from rolemesh.placement.packing import Room
 from rolemesh.placement.pools import PlacementError, PoolSpec, Where, check_known, fit_pools
 
 Strategy = Callable[[Sequence[str], ClusterSpec], tuple[PoolSpec, ...]]
@@ -133,7 +134,9 @@ def explicit_pools(
         where = Where.from_keys(name, request.get("where", {}))
         admitted = [node for node in cluster.usable if where.admits(node)]
         size = _size(name, request, sum(node.devices for node in admitted))
-        counts = _allocate(size, [node.name for node in admitted], free)
+        one = _requested(name, request, [1], cluster)
+        most = {node.name: Room.of(node, [one]).capacity(one) for node in admitted}
+        counts = _allocate(size, most, free)
         made.append(_requested(name, request, counts, cluster))
     return tuple(made)
 
@@ -238,15 +241,17 @@ def _size(name: str, request: Mapping[str, Any], total: int) -> int:
     return int(size)
 
 
-def _allocate(size: int, nodes: Sequence[str], free: dict[str, int]) -> list[int]:
+def _allocate(size: int, most: Mapping[str, int], free: dict[str, int]) -> list[int]:
     """Processes per node for `size` devices, taken from `free`: one node that holds all, else in node order.
 
+    `most` is how many a node can hold, by its CPUs and other resources too.
     Where too little is free the whole size comes back as one entry, for the fit to refuse with its numbers.
     """
-    whole = next((name for name in nodes if free[name] >= size), None)
+    room = {name: min(free[name], count) for name, count in most.items()}
+    whole = next((name for name in room if room[name] >= size), None)
     takes: dict[str, int] = {}
-    for name in nodes if whole is None else [whole]:
-        takes[name] = min(free[name], size - sum(takes.values()))
+    for name in room if whole is None else [whole]:
+        takes[name] = min(room[name], size - sum(takes.values()))
     if sum(takes.values()) < size:
         return [size]
     for name, count in takes.items():

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from rolemesh.engine.batch_ref import BatchRef, pack
 from rolemesh.engine.columns import dtype_name, tensor_to_array
 from rolemesh.engine.dispatch import OutputCuts
 from rolemesh.engine.named_tensors import NamedTensor, NamedTensors, NamedTensorsRef
+from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_array, fetch_batch
 from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES
@@ -92,6 +93,15 @@ class Request:
     materialize: bool = True
     cuts: OutputCuts | None = None
     create: WorkerSpec | None = None
+    parts: bool = False
+
+
+@dataclass(frozen=True)
+class PartHead:
+    """Announces a part in the stream of a call that makes them; the blocks of `manifest` follow."""
+
+    rows: tuple[int, ...]
+    manifest: BatchRef
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,8 @@ class Host:
         self._nbytes_fetched = 0
         try:
             with record_kernels() as kernels:
-                value = yield from self._blocks(self._invoke(request), request.cuts)
+                made = self._parts if request.parts else self._blocks
+                value = yield from made(self._invoke(request), request.cuts)
             reply = Reply(value, start_s, time.time(), self._nbytes_fetched, tuple(sorted(kernels)))
         except BaseException as error:
             trace = traceback.format_exc()
@@ -271,6 +282,15 @@ class Host:
                 yield block
             return manifest
         return value
+
+    def _parts(self, parts: Iterable[Part], cuts: OutputCuts | None) -> Generator[Any, Any, Any]:
+        """Yield the head and the blocks of every part as soon as it is made."""
+        for part in parts:
+            rows = tuple(int(row) for row in part.rows)
+            manifest, blocks = pack(part.data, cuts.at(rows).of(len(rows)) if cuts else ())
+            yield PartHead(rows, manifest)
+            for block in blocks:  # noqa: UP028  as above
+                yield block
 
 
 def _isolate(place: HostPlace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerError
 from rolemesh.engine.named_tensors import NamedTensorsRef
-from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, Reply, Request
+from rolemesh.engine.parts import PartRef
+from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, PartHead, Reply, Request
 
 _GRACE_S = 5.0  # for the other ranks once one has failed: most fail too, or end
 _POLL_S = 0.5
@@ -57,13 +58,19 @@ class HostGroup:
             self.break_with(error)
             raise
 
-    def run(self, requests: Sequence[Request], timeout_s: float) -> list[Reply]:
+    def run(
+        self,
+        requests: Sequence[Request],
+        timeout_s: float,
+        made: Callable[[int, PartRef], None] = lambda rank, part: None,
+    ) -> list[Reply]:
         """Carry out one operation on ranks 0 to len(requests) - 1; their replies, blocks in place.
 
+        `made(rank, part)` is told each part of a call that makes parts, rows counted in the rank's share.
         Raises WorkerError (the first rank that raised), WorkerDied, CallTimeout. When ranks are still busy
         after that, all processes are killed and the group is broken.
         """
-        return _Watch(self, requests, timeout_s).replies()
+        return _Watch(self, requests, timeout_s, made).replies()
 
     def stacks(self, ranks: Iterable[int] | None = None, timeout_s: float = _CONTROL_S) -> dict[int, str]:
         """The Python stacks of the processes, by rank, also while they compute."""
@@ -158,8 +165,17 @@ class HostGroup:
 class _Watch:
     """One operation under way: the ranks still busy, what arrived of each, and the first failure."""
 
-    def __init__(self, group: HostGroup, requests: Sequence[Request], timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: HostGroup,
+        requests: Sequence[Request],
+        timeout_s: float,
+        made: Callable[[int, PartRef], None],
+    ) -> None:
         self._group = group
+        self._made = made
+        self._in_parts = requests[0].parts
+        self._heads: dict[int, PartHead] = {}  # of the part that a rank's stream is in
         self._role, self._operation = requests[0].role, requests[0].method
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -193,6 +209,8 @@ class _Watch:
         rank = self._busy[stream]
         try:
             self._arrived[rank].append(next(stream))
+            if self._in_parts:
+                self._advance_part(rank)
             return
         except StopIteration:
             del self._busy[stream]
@@ -213,6 +231,21 @@ class _Watch:
         failure = WorkerError(self._role, rank, place.node, self._operation, reply.remote_traceback)
         failure.__cause__ = reply.error
         self._fail(reply.end_s, failure)
+
+    def _advance_part(self, rank: int) -> None:
+        """Tell of the part that a rank's stream is in, once its head and all its blocks are there."""
+        first, *blocks = self._arrived[rank]
+        if rank not in self._heads:
+            head = ray.get(first, timeout=_CONTROL_S)
+            if not isinstance(head, PartHead):
+                return  # the reply, which ends the stream
+            self._heads[rank] = head
+        head = self._heads[rank]
+        if len(blocks) == len(head.manifest.blocks):
+            del self._heads[rank]
+            self._arrived[rank] = []
+            ref = head.manifest.stored(blocks, self._group.place(rank).node)
+            self._made(rank, PartRef(head.rows, ref))
 
     def _fail(self, when_s: float, error: CallError, dead: bool = False) -> None:
         if not self._failures:

@@ -19,6 +19,7 @@ from rolemesh.engine.dispatch import (
     share,
 )
 from rolemesh.engine.future import DataProtoFuture, Outcome, RankSpan
+from rolemesh.engine.parts import PartFeed, PartRef, join_parts
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch, put_batch
 from rolemesh.engine.ray.host import Reply, Request, WorkerSpec
@@ -125,9 +126,10 @@ class RayWorkerGroup:
         **kwargs: Any,
     ) -> Any:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        run = functools.partial(self._run, method, registration, args, kwargs, rows, limit_s)
+        feed = PartFeed() if registration.parts else None
+        run = functools.partial(self._run, method, registration, args, kwargs, rows, limit_s, feed)
         inputs = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, DataProtoFuture)]
-        future = self._submit(method, inputs, run, limit_s)
+        future = self._submit(method, inputs, run, limit_s, feed)
         return future.get() if (registration.blocking if blocking is None else blocking) else future
 
     def _submit(
@@ -136,10 +138,11 @@ class RayWorkerGroup:
         inputs: Sequence[DataProtoFuture],
         run: Callable[[], Outcome],
         limit_s: float,
+        feed: PartFeed | None = None,
     ) -> DataProtoFuture:
         call = Call(self.role, f"{self.role}.{method}", inputs, run, limit_s)
         within_s = self.resource_pool.queue.submit(call)
-        return DataProtoFuture(call.result, name=call.name, fetch=fetch_batch, timeout_s=within_s)
+        return DataProtoFuture(call.result, name=call.name, fetch=fetch_batch, timeout_s=within_s, parts=feed)
 
     def _create(self, spec: WorkerSpec) -> Outcome:
         requests = [Request(self.role, "__init__", create=spec)] * self.world_size
@@ -153,6 +156,7 @@ class RayWorkerGroup:
         kwargs: Mapping[str, Any],
         rows: Rows | None,
         limit_s: float,
+        feed: PartFeed | None,
     ) -> Outcome:
         """On the queue's thread, when the inputs are done: dispatch, carry out, collect."""
         hosts = self._hosts()
@@ -169,11 +173,29 @@ class RayWorkerGroup:
                 kwargs={name: _resolved(value, store) for name, value in rank_kwargs.items()},
                 materialize=registration.materialize_futures,
                 cuts=self._cuts(shares, rank),
+                parts=registration.parts,
             )
             for rank, (rank_args, rank_kwargs) in enumerate(zip(shares.args, shares.kwargs, strict=True))
         ]
-        replies = hosts.run(requests, limit_s)
-        return Outcome(collect(registration, self, shares, [r.value for r in replies]), _spans(replies))
+        parts: dict[int, list[PartRef]] = {rank: [] for rank in range(len(requests))}
+
+        def made(rank: int, part: PartRef) -> None:
+            parts[rank].append(part)
+            replica = self.layout.coords(rank).dp
+            if feed is not None and shares.rows is not None and rank == self.layout.collect_rank(replica):
+                feed.put(PartRef(tuple(shares.rows[replica][list(part.rows)].tolist()), part.ref))
+
+        replies = hosts.run(requests, limit_s, made)
+        values = [reply.value for reply in replies]
+        if registration.parts:
+            values = [self._joined(parts[rank], shares, rank) for rank in parts]
+        return Outcome(collect(registration, self, shares, values), _spans(replies))
+
+    def _joined(self, parts: list[PartRef], shares: Shares, rank: int) -> Any:
+        """A rank's result from its parts."""
+        n_made = sum(len(part.rows) for part in parts)
+        rows = shares.rows
+        return join_parts(parts, n_made if rows is None else len(rows[self.layout.coords(rank).dp]))
 
     def _hosts(self) -> HostGroup:
         return self.resource_pool.hosts(self._own_process_of)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rewards.extras import present_means, ragged_columns
 from rolemesh.engine.rewards.pool import Outcome, RewardError, ScorerPool
+from rolemesh.engine.rewards.texts import RewardTexts
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class FunctionReward:
         file, _, self.name = path.rpartition(":")
         if not file:
             raise RewardError(f"reward {path!r} names no function; write file.py:compute_score")
-        self.path, self.tokenizer, self.default_score = path, tokenizer, default_score
-        self.skip_special_tokens = special_tokens == "strip"
+        self.path, self.default_score = path, default_score
+        self.texts = RewardTexts(tokenizer, special_tokens=special_tokens)
         self.limit_s = limit_s
         self.pool = ScorerPool(Path(file).resolve(), self.name, workers=workers, limit_s=limit_s)
 
@@ -94,35 +95,23 @@ class FunctionReward:
 
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """The function's arguments for each sample."""
-        kept = response_tokens(data)
-        in_prompt = data.batch["attention_mask"][:, : -kept.shape[1]].bool()
         objects = data.non_tensor_batch
         calls = []
-        for row in range(len(data)):
+        for row, text in enumerate(self.texts(data)):
             truth, extra_info = (
                 (objects[name][row] if name in objects else None) or {}
                 for name in ("reward_model", "extra_info")
             )
-            prompt = self._text(data.batch["prompts"][row][in_prompt[row]])
             calls.append(
                 {
                     "data_source": objects["data_source"][row] if "data_source" in objects else None,
-                    "solution_str": self._text(data.batch["responses"][row][kept[row]]),
+                    "solution_str": text.response,
                     "ground_truth": truth.get("ground_truth"),
-                    "extra_info": {**extra_info, "prompt_str": prompt},
-                    "prompt_str": prompt,
+                    "extra_info": {**extra_info, "prompt_str": text.prompt},
+                    "prompt_str": text.prompt,
                 }
             )
         return calls
-
-    def _text(self, token_ids: torch.Tensor) -> str:
-        return str(
-            self.tokenizer.decode(
-                token_ids.tolist(),
-                skip_special_tokens=self.skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
 
     def _result(self, data: DataProto, row: int, outcome: Outcome) -> tuple[float, dict[str, Any]]:
         """The score and extras of one sample."""

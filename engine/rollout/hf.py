@@ -1,6 +1,6 @@
 """The built-in rollout engine: transformers' `generate` on a full copy of the model in one process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout.sampling import RolloutError, RowSampler, SamplingOptions, row_uniforms
 
@@ -85,14 +86,21 @@ class HFRollout:
             `attention_mask`, `position_ids` [b, P + R]; `rollout_log_probs` [b, R] fp32 under the policy at
             `temperature`, 0 outside the mask. All on the prompts' device.
         """
+        return DataProto.concat([part.data for part in self.generate_parts(prompts, options)])
+
+    def generate_parts(self, prompts: DataProto, options: SamplingOptions) -> Iterator[Part]:
+        """`generate`, as many rows at a time as `options.max_batch_tokens` allows, in order; one part of no
+        rows where there are none.
+        """
         if not self.has_weights:
             raise RolloutError("generate was called before load_weights: the model has no weights yet")
         width = prompts.batch["input_ids"].shape[1] + options.max_response_tokens
         n_rows = max(1, options.max_batch_tokens // width)
-        return DataProto.concat(
-            [self._generate(part, options) for part in prompts.split(n_rows) or [prompts]]  # none: no rows
-        )
+        for start in range(0, max(1, len(prompts)), n_rows):
+            rows = range(start, min(start + n_rows, len(prompts)))
+            yield Part(rows, self._generate(prompts.slice(rows.start, rows.stop), options))
 
+    @torch.no_grad()
     def _generate(self, prompts: DataProto, options: SamplingOptions) -> DataProto:
         """`generate` on rows that fit at a time."""
         prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,12 +34,30 @@ class AdvantageWorker(Worker):
     model: ParallelModel
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_advantage(self, data: DataProto, spec: AdvantageSpec, kl_coef: float = 0.0) -> DataProto:
+    def compute_advantage(
+        self,
+        data: DataProto,
+        spec: AdvantageSpec,
+        kl_coef: float = 0.0,
+        dropped: Collection[Hashable] = (),
+    ) -> DataProto:
         """Columns `token_level_scores`, `token_level_rewards`, `advantages`, `returns`, fp32 `[b, R]`.
 
         Statistics (whitening, groups by `uid`) are those of the whole batch: ranks combine them over dp. The
         result's `meta_info["metrics"]` describes the whole batch in verl's names and is equal on every rank.
+        Rows whose `uid` is among `dropped` count in none of them, and are 0 in the columns.
         """
+        if not dropped:
+            return self._advantage(data, spec, kl_coef)
+        kept = np.array([uid not in dropped for uid in data.non_tensor_batch["uid"]], dtype=bool)
+        result = self._advantage(data.select_idxs(np.flatnonzero(kept)), spec, kl_coef)
+        columns = {}
+        for name, column in result.batch.items():
+            columns[name] = column.new_zeros((len(kept), column.shape[1]))
+            columns[name][torch.from_numpy(kept)] = column
+        return DataProto.from_dict(tensors=columns, meta_info=result.meta_info)
+
+    def _advantage(self, data: DataProto, spec: AdvantageSpec, kl_coef: float) -> DataProto:
         group = self.model.groups.dp
         mask = data.batch["response_mask"].bool()
         scores = data.batch["rm_scores"] * mask
@@ -69,7 +89,7 @@ class AdvantageWorker(Worker):
             "returns": result.returns,
         }
         metrics = batch_metrics(data, columns, mask, group) | result.metrics
-        if kl_mean is not None:
+        if kl_mean is not None and "critic/score/mean" in metrics:  # of no rows there is no KL
             metrics |= {"actor/reward_kl_penalty": kl_mean, "actor/reward_kl_penalty_coeff": kl_coef}
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
@@ -104,7 +124,10 @@ def batch_metrics(
 
 
 def _summaries(series: dict[str, Tensor], group: torch.distributed.ProcessGroup) -> dict[str, float]:
-    """mean / max / min of each series over the group's ranks, in verl's names; ranks may hold empty parts."""
+    """mean / max / min of each series over the group's ranks, in verl's names; ranks may hold empty parts.
+
+    A series without values on any rank is left out.
+    """
     local: dict[str, float] = {}
     for name, part in series.items():
         local |= {
@@ -115,16 +138,17 @@ def _summaries(series: dict[str, Tensor], group: torch.distributed.ProcessGroup)
         if part.numel():
             local |= {f"{name}|hi_max": part.max().item(), f"{name}|lo_max": -part.min().item()}
     total = all_reduce_dict(local, group)
-    mean = {name: total[f"{name}|sum"] / max(total[f"{name}|n"], 1.0) for name in series}
-    variance = {name: total[f"{name}|sq"] / max(total[f"{name}|n"], 1.0) - mean[name] ** 2 for name in series}
+    series = {name: part for name, part in series.items() if total[f"{name}|n"]}
+    mean = {name: total[f"{name}|sum"] / total[f"{name}|n"] for name in series}
+    variance = {name: total[f"{name}|sq"] / total[f"{name}|n"] - mean[name] ** 2 for name in series}
     out: dict[str, float] = {}
     for name in series:
         if name == "response_length/clipped":
             out["response_length/clip_ratio"] = mean[name]
         elif name != "error":
             out[f"{name}/mean"] = mean[name]
-            out[f"{name}/max"] = total.get(f"{name}|hi_max", 0.0)
-            out[f"{name}/min"] = -total.get(f"{name}|lo_max", 0.0)
+            out[f"{name}/max"] = total[f"{name}|hi_max"]
+            out[f"{name}/min"] = -total[f"{name}|lo_max"]
     if "error" in series:
         out["critic/vf_explained_var"] = 1.0 - variance["error"] / (variance["critic/returns"] + 1e-5)
     return out

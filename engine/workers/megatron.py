@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.remote.fingerprint import checkpoint_revision
 from rolemesh.engine.worker import Worker
 from rolemesh.kernels import linear_log_prob_and_entropy, raise_bad_labels
 from rolemesh.parallel.groups import make_groups
@@ -71,6 +73,11 @@ class MegatronWorker(Worker):
         save_hf(
             model.module, model.shape, model.layout, model.groups, self.spec.path, out_dir, head=model.head
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint(self) -> str:
+        """The folder that was loaded and its revision, for messages."""
+        return f"{self.spec.path}, revision {checkpoint_revision(Path(self.spec.path))}"
 
     def cut(self, data: DataProto, columns: Sequence[str] = ()) -> list[MicroBatch]:
         """The shard's rows, with `responses` and `columns`, packed within the token budget, on the device."""

@@ -16,8 +16,10 @@ def combine_steps(results: Sequence[TrainResult], group: dist.ProcessGroup) -> d
     A micro-batch's statistic is already divided by the global denominator, so its sum over micro-batches
     and dp ranks is the mini-batch's value, and the call's value is the mean over its steps. Names that end
     in `_max` take the maximum instead. Earlier pipeline stages have no statistics and report only
-    `grad_norm` and `lr`.
+    `grad_norm` and `lr`. A call without steps has counts of 0 and no more.
     """
+    if not results:
+        return {"optimizer_steps": 0.0, "skipped_steps": 0.0}
     n = len(results)
     steps = [
         {name: value.item() if name.endswith("_max") else value.item() / n for name, value in stats.items()}

@@ -1,16 +1,13 @@
-"""Rewards: a scalar-head model on Megatron ranks, or a user's function on the CPU."""
+"""Rewards: a scalar-head model on Megatron ranks, or what scores text, on the CPU."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.rewards.function import FunctionReward
+from rolemesh.engine.rewards.build import Scorer, build
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.megatron import MegatronWorker
 from rolemesh.parallel.micro_batches import MicroBatch, response_index
@@ -41,33 +38,25 @@ def last_token_scores(output: Tensor, micro_batch: MicroBatch) -> Tensor:
     return scores
 
 
-class FunctionRewardWorker(Worker):
-    """A user's function as the reward role; it needs no device. Arguments are those of `FunctionReward`."""
+class ScoreWorker(Worker):
+    """What scores text as the reward role: a function, a service, a judge, or several of them. It needs no
+    device.
 
-    def __init__(
-        self,
-        path: str,
-        tokenizer: str,
-        limit_s: float,
-        workers: int,
-        special_tokens: Literal["keep", "strip"],
-    ) -> None:
-        self.path, self.tokenizer = path, tokenizer
-        self.limit_s, self.workers, self.special_tokens = limit_s, workers, special_tokens
+    `tokenizer` is the actor's folder.
+    """
+
+    def __init__(self, scorer: Scorer, tokenizer: str) -> None:
+        self.scorer, self.tokenizer = scorer, tokenizer
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the function in processes of its own; `tokenizer` is the actor's folder."""
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
-        self.reward = FunctionReward(
-            self.path,
-            tokenizer,
-            limit_s=self.limit_s,
-            workers=self.workers,
-            special_tokens=self.special_tokens,
-        )
+        """Load functions in processes of their own, connect to services."""
+        self.reward = build(self.scorer, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_score(self, data: DataProto) -> DataProto:
-        """Column `rm_scores`, fp32 `[b, R]`: the function's score at the last response token, 0 elsewhere."""
+        """Column `rm_scores`, fp32 `[b, R]`: the score at the last response token, 0 elsewhere.
+
+        Services also tell which rows are to be left out: `dropped`, bool `[b]`.
+        """
         return self.reward.score(data)

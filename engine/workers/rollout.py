@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.named_tensors import NamedTensors
+from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import HFRollout, SamplingOptions
 from rolemesh.engine.worker import Worker
@@ -39,9 +41,9 @@ class RolloutWorker(Worker):
         """Take the actor's weights, all of them, one tensor at a time."""
         self.engine.load_weights(weights)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto, greedy: bool = False) -> DataProto:
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True)
+    def generate_sequences(self, prompts: DataProto, greedy: bool = False) -> Iterator[Part]:
         """One response per row: the columns that `HFRollout.generate` lists. `greedy` takes the likeliest
         token.
         """
-        return self.engine.generate(prompts, replace(self.spec.sampling, do_sample=not greedy))
+        return self.engine.generate_parts(prompts, replace(self.spec.sampling, do_sample=not greedy))

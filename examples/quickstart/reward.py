@@ -12,3 +12,10 @@ def compute_score(
     answer = solution_str.strip()
     right = sum(got == want for got, want in zip(answer, ground_truth, strict=False))
     return right / max(len(answer), len(ground_truth), 1)
+
+
+def only_digits(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
+) -> float:
+    """1 for an answer that consists of digits, else 0."""
+    return float(solution_str.strip().isdigit())

@@ -276,9 +276,16 @@ def _reward(said: Settings, remote: str | None, scorer: Any, scoring: dict[str, 
     said.ignore("reward_pretrain", "rewards come from --remote_rm_url")
     if str(remote).endswith(".py") and "agent_func_path" not in said:
         return {"path": f"{remote}:reward_func"}
-    name = "agent_func_path" if "agent_func_path" in said else "remote_rm_url"
-    said.ignore(name, "not in this version: call it from a function, reward.py:compute_score")
-    return {"path": "reward.py:compute_score"}
+    if "agent_func_path" in said:
+        reason = "not in this version: call it from a function, reward.py:compute_score"
+        said.ignore("agent_func_path", reason)
+        return {"path": "reward.py:compute_score"}
+    return {
+        "kind": "remote",
+        "protocol": "openrlhf",
+        "endpoints": [url.strip() for url in str(remote).split(",")],
+        "on_failure": "raise",
+    }
 
 
 def _optim(said: Settings, name: str, default: float) -> dict[str, Any]:

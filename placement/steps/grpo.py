@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.graph import StepGraph, Takes
 from rolemesh.placement.steps import operations as ops
 from rolemesh.placement.steps.registry import register_step
 
 
 @register_step("grpo")
 def grpo(
-    *, reference: bool = False, reward: ops.RewardKind = "function", kl_in: ops.KlIn | None = "loss"
+    *,
+    reference: bool = False,
+    reward: ops.RewardKind = "function",
+    kl_in: ops.KlIn | None = "loss",
+    reward_takes: Takes = "rows",
+    ref_takes: Takes = "batch",
 ) -> StepGraph:
     """One GRPO step; `uid` tells which samples answer the same prompt."""
     return StepGraph(
@@ -17,9 +22,9 @@ def grpo(
         (
             ops.GENERATE,
             ops.OLD_LOG_PROB,
-            *ops.reference_operations(reference, kl_in),
-            ops.reward(reward),
-            ops.advantage("actor", frozenset({"uid"}), kl_in),
+            *ops.reference_operations(reference, kl_in, ref_takes),
+            ops.reward(reward, reward_takes),
+            ops.advantage("actor", frozenset({"uid"}), kl_in, reward),
             ops.update_actor(kl_in),
             ops.SYNC_WEIGHTS,
         ),

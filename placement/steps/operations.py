@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, get_args
 
-from rolemesh.placement.graph import GraphError, Operation
+from rolemesh.placement.graph import GraphError, Operation, Takes
 
-RewardKind = Literal["model", "function"]
+RewardKind = Literal["model", "function", "remote", "judge", "composite"]
 KlIn = Literal["reward", "loss"]
 
 TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
@@ -50,20 +51,31 @@ SYNC_WEIGHTS = Operation(
 )
 
 
-def reward(kind: RewardKind) -> Operation:
-    """Scores at the last response token, from a reward model or from a Python function."""
-    writes = frozenset({"rm_scores"})
+def reward(kind: RewardKind, takes: Takes = "rows") -> Operation:
+    """Scores at the last response token, from a placed model or from what scores text.
+
+    A service may fail on samples: the column `dropped` tells which are to be left out of the step then.
+    What scores text starts on finished samples while others are generated; `takes` "groups" is for what
+    compares the samples of a prompt. A model has devices of its own to fill: it takes the whole batch.
+    """
+    writes = frozenset({"rm_scores"}) | ({"dropped"} if may_drop(kind) else set())
     if kind == "model":
         return Operation(
             "reward", "reward", "infer", "compute_rm_score", SEQUENCES, writes, frozenset({"reward.weights"})
         )
-    if kind == "function":
+    if kind in get_args(RewardKind):
         reads = SEQUENCES | {"prompts", "data_source", "reward_model", "extra_info"}
-        return Operation("reward", "reward", "infer", "compute_score", reads, writes)
-    raise GraphError(f"reward is 'model' or 'function', got {kind!r}")
+        reads |= {"uid"} if takes == "groups" or may_drop(kind) else set()
+        return Operation("reward", "reward", "infer", "compute_score", reads, writes, takes=takes)
+    raise GraphError(f"reward is one of {', '.join(get_args(RewardKind))}, got {kind!r}")
 
 
-def advantage(role: str, reads: frozenset[str], kl_in: KlIn | None) -> Operation:
+def may_drop(kind: RewardKind) -> bool:
+    """Whether rewards of this kind may leave rows out of the step."""
+    return kind in ("remote", "judge", "composite")
+
+
+def advantage(role: str, reads: frozenset[str], kl_in: KlIn | None, reward: RewardKind) -> Operation:
     """Advantages and returns, on the workers of `role`, with the KL penalty where it goes into the reward."""
     return Operation(
         "advantage",
@@ -72,7 +84,8 @@ def advantage(role: str, reads: frozenset[str], kl_in: KlIn | None) -> Operation
         method="compute_advantage",
         reads=reads
         | {"rm_scores", "response_mask", "attention_mask", "old_log_probs", "rollout_log_probs"}
-        | ({"ref_log_prob"} if kl_in == "reward" else set()),
+        | ({"ref_log_prob"} if kl_in == "reward" else set())
+        | ({"uid", "dropped"} if may_drop(reward) else set()),
         writes=frozenset({"token_level_scores", "token_level_rewards", "advantages", "returns"}),
     )
 
@@ -90,8 +103,13 @@ def update_actor(kl_in: KlIn | None) -> Operation:
     )
 
 
-def reference_operations(reference: bool, kl_in: KlIn | None) -> tuple[Operation, ...]:
-    """The reference's log-probs, when they were asked for or a KL needs them."""
+def reference_operations(
+    reference: bool, kl_in: KlIn | None, takes: Takes = "batch"
+) -> tuple[Operation, ...]:
+    """The reference's log-probs, when they were asked for or a KL needs them.
+
+    `takes` "rows" is for one apart from the rollout: it scores finished samples while others are generated.
+    """
     if kl_in not in ("reward", "loss", None):
         raise GraphError(f"kl_in is 'reward', 'loss' or None, got {kl_in!r}")
-    return (REF_LOG_PROB,) if reference or kl_in else ()
+    return (replace(REF_LOG_PROB, takes=takes),) if reference or kl_in else ()

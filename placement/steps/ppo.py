@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolemesh.placement.graph import Operation, StepGraph
+from rolemesh.placement.graph import Operation, StepGraph, Takes
 from rolemesh.placement.steps import operations as ops
 from rolemesh.placement.steps.registry import register_step
 
@@ -28,7 +28,12 @@ UPDATE_CRITIC = Operation(
 
 @register_step("ppo")
 def ppo(
-    *, reference: bool = False, reward: ops.RewardKind = "model", kl_in: ops.KlIn | None = "reward"
+    *,
+    reference: bool = False,
+    reward: ops.RewardKind = "model",
+    kl_in: ops.KlIn | None = "reward",
+    reward_takes: Takes = "rows",
+    ref_takes: Takes = "batch",
 ) -> StepGraph:
     """One PPO step; the reference runs when asked for or when a KL term needs it."""
     return StepGraph(
@@ -36,10 +41,10 @@ def ppo(
         (
             ops.GENERATE,
             ops.OLD_LOG_PROB,
-            *ops.reference_operations(reference, kl_in),
+            *ops.reference_operations(reference, kl_in, ref_takes),
             VALUES,
-            ops.reward(reward),
-            ops.advantage("critic", frozenset({"values"}), kl_in),
+            ops.reward(reward, reward_takes),
+            ops.advantage("critic", frozenset({"values"}), kl_in, reward),
             UPDATE_CRITIC,
             ops.update_actor(kl_in),
             ops.SYNC_WEIGHTS,

@@ -31,8 +31,9 @@ def step_names() -> tuple[str, ...]:
 def step_graph(name: str, **features: object) -> StepGraph:
     """The step of algorithm `name`.
 
-    Features of the built-in steps: `reference` (bool), `reward` ("model" or "function"),
-    `kl_in` ("reward", "loss" or None). Raises GraphError naming the registered steps.
+    Features of the built-in steps: `reference` (bool), `reward` (a recipe's kind: "model", "function", ...),
+    `kl_in` ("reward", "loss" or None), `reward_takes` and `ref_takes` (as `Operation.takes`). Raises
+    GraphError naming the registered steps.
     """
     if name not in _STEPS:
         raise GraphError(

@@ -40,6 +40,31 @@ lengths: {max_response_tokens: 100}
 actor: policy
 reward: reward.py:compute_score
 """
+SERVICES = """
+run: {device: cpu}
+data: {train_files: train.jsonl, max_prompt_tokens: 16}
+algorithm: {name: grpo, kl: {in: loss}}
+batch: {prompts: 4, samples_per_prompt: 2}
+lengths: {max_response_tokens: 100}
+actor: policy
+ref: {kind: remote, endpoints: "http://ref:1"}
+reward: {kind: remote, endpoints: "http://rm:1", on_failure: {do: value, value: 0}}
+"""
+RUBRIC = GRPO.replace(
+    "reward: reward.py:compute_score",
+    """
+reward:
+  kind: judge
+  model: qwen
+  endpoints: http://judge:1
+  judge: {form: rubric, criteria: {NAME: clear}}
+  on_failure: raise
+""",
+)
+PAIRWISE = RUBRIC.replace("{form: rubric, criteria: {NAME: clear}}", "{form: pairwise}")
+COMPOSITE = GRPO.replace(
+    "reward: reward.py:compute_score", "reward: {kind: composite, parts: {NAME: reward.py:compute_score}}"
+)
 POOLS = """
 placement:
   pools:
@@ -47,7 +72,8 @@ placement:
     other: {roles: [critic, reward], share: 1/2}
 """
 ON_RAY = PPO.replace("device: cpu", "address: 10.0.0.1:6379") + POOLS
-BASES = (PPO, GRPO, ON_RAY)
+BASES = (PPO, GRPO, ON_RAY, SERVICES, RUBRIC, PAIRWISE)
+NAMED = {"placement.pools": ON_RAY, "reward.judge.criteria": RUBRIC, "reward.parts": COMPOSITE}
 CHANGES = {
     "run.dir": "elsewhere",
     "run.device": "cuda",
@@ -63,6 +89,22 @@ CHANGES = {
     "critic.path": "other_scorer",
     "ref.path": "other",
     "reward.path": "other_scorer",
+    "reward.endpoints": "http://other:1",
+    "reward.token_env": "NO_SUCH_VARIABLE",
+    "reward.score_key": "score",
+    "reward.model": "other",
+    "reward.text.tokenizer": "other_scorer",
+    "reward.judge.criteria.NAME.text": "other",
+    "reward.judge.criteria.NAME.weight": "3",
+    "reward.judge.opponents": "4",
+    "reward.judge.scale": "[0, 5]",
+    "reward.judge.template": "reward.py",
+    "reward.judge.system": "other",
+    "reward.judge.cache_dir": "cache",
+    "reward.parts.NAME.kind": "remote",
+    "reward.parts.NAME.weight": "3",
+    "ref.endpoints": "http://other:1",
+    "ref.token_env": "NO_SUCH_VARIABLE",
     "placement.plan": "none.yaml",
     **{f"placement.pin.{strength}": "[actor sideways]" for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.roles": "[actor, rollout]",
@@ -77,6 +119,8 @@ CHANGES = {
 }
 # Keys that go with another, or take the place of one.
 WITH = {
+    "reward.parts.NAME.kind": ["reward.parts.NAME.path=null"],
+    "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],
     "placement.pools.NAME.nodes": ["placement.pools.NAME.devices=null", "placement.pools.NAME.per_node=1"],
@@ -98,6 +142,8 @@ KEYS = {
     key.path: key
     for key in declared(Recipe)
     if not section_of(key.type) and len(_choices(key)) != 1  # a single choice cannot be changed
+    # What parts have in common with the reward is declared and read once.
+    if not key.path.startswith("reward.parts.NAME.") or key.path in CHANGES
 }
 
 
@@ -153,7 +199,7 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         yield run
 
 
-@pytest.mark.parametrize("base", BASES, ids=["ppo", "grpo", "ppo on a running cluster"])
+@pytest.mark.parametrize("base", [*BASES, COMPOSITE])
 def test_the_recipes_of_this_test_run_and_give_the_same_twice(outcome, base: str):
     assert "Trainer(" in outcome(base)
     assert outcome(base) == outcome.__wrapped__(base)
@@ -161,7 +207,8 @@ def test_the_recipes_of_this_test_run_and_give_the_same_twice(outcome, base: str
 
 @pytest.mark.parametrize("path", KEYS)
 def test_a_changed_key_changes_what_is_checked_or_started(outcome, path: str):
-    for base in BASES if "NAME" not in path else [ON_RAY]:
+    named = [base for prefix, base in NAMED.items() if path.startswith(f"{prefix}.NAME")]
+    for base in named or BASES:
         partners = WITH.get(path, [])
         override = f"{path}={CHANGES.get(path) or _another(KEYS[path], base)}"
         changed = outcome(base, *partners, override)

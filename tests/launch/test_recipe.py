@@ -142,8 +142,7 @@ def test_steps_and_epochs_exclude_each_other():
 @pytest.mark.parametrize(
     "override",
     [
-        "run.resume=auto", "run.keep_last=2", "ref.stream=true", "reward.kind=remote",
-        "reward.endpoints=[a]", "schedule.staleness=1",
+        "run.resume=auto", "run.keep_last=2", "ref.stream=true", "schedule.staleness=1",
         "placement.pools.actor_side.python=py",
     ],
 )  # fmt: skip

@@ -214,6 +214,7 @@ def test_grpo_with_a_function_reward_and_a_pool_for_generation(folder):
         batch={"prompts": 5, "samples_per_prompt": 3, "mini_batch_samples": 8},
         critic=None,
         reward="reward.py:compute_score",
+        rollout={"max_batch_tokens": 3 * (8 + 24)},  # three samples at a time
         placement={
             "pools": {
                 "learn": {"roles": ["actor", "ref"], "devices": 2},
@@ -228,7 +229,9 @@ def test_grpo_with_a_function_reward_and_a_pool_for_generation(folder):
     assert step["actor/kl_loss"] >= 0
     assert "reward/length/mean" in step
     assert step["training/rows"] == 15
-    ran = kernels(Timeline.load(folder / "runs" / "grpo" / "timeline.json"))
+    timeline = Timeline.load(folder / "runs" / "grpo" / "timeline.json")
+    assert timeline.overlap_s("generate", "reward") > 0, "samples are scored while others are generated"
+    ran = kernels(timeline)
     assert {LINEAR, "policy_loss", "kl"} <= ran["update_actor"]
     assert "group_moments" in ran["advantage"]
 

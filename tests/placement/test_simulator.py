@@ -149,6 +149,28 @@ def recorded_spans(graph: StepGraph, pool_of: dict[str, SimulatedPool]) -> list[
     return controller.Controller(graph, groups).run(batch_ref.BatchRef({}, 0), step=0).spans
 
 
+@pytest.mark.parametrize(
+    ("reward_s", "parts", "start_s", "end_s"),
+    [
+        (4.0, 1, 10.0, 14.0),
+        (4.0, 5, 2.0, 10.8),  # a fifth of it is left when generation ends
+        (20.0, 5, 2.0, 22.0),  # it is the slower one
+        (0.0, 5, 2.0, 10.0),
+    ],
+)
+def test_a_reward_on_no_pool_scores_the_parts_of_generation(
+    reward_s: float, parts: int, start_s: float, end_s: float
+):
+    graph = step_graph("grpo", reward="function", kl_in="loss")
+    seconds = {**SECONDS, "reward": reward_s}
+    pools = [SimulatedPool("all", ("rollout", "actor", "ref"))]
+    result = simulate(graph, seconds, pools, steps=1, parts=parts)
+    at = times(result.timeline.spans, 0)
+    assert at["reward"] == (start_s, pytest.approx(end_s))
+    assert at["advantage"][0] == max(15.0, at["reward"][1])
+    assert at["old_log_prob"][0] >= 10.0, "what takes the batch waits for all of it"
+
+
 def test_an_order_that_contradicts_the_graph_is_refused():
     order = {**ORDER, "critic_side": ("update_critic", "values", "reward", "advantage")}
     with pytest.raises(SimulationError, match="critic_side next runs update_critic"):

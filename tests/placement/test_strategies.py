@@ -120,6 +120,15 @@ def test_a_count_stays_on_one_node_where_it_can():
     fit_pools(pools, cluster)
 
 
+def test_a_count_is_spread_by_what_each_process_takes_of_a_resource():
+    cluster = ClusterSpec(tuple(NodeSpec(f"v{i}", 4, resources={"v100": 2}) for i in range(3)))
+    where = {"resources_per_worker": {"v100": 1}}
+    request = {"ref": {"roles": "ref", "devices": 4, "where": where}, "a": {"roles": "actor", "devices": 4}}
+    pools = explicit_pools(request, ("ref", "actor"), cluster)
+    assert _sizes(pools) == {"ref": (2, 2), "a": (4,)}
+    assert fit_pools(pools, cluster).nodes["ref"] == (("v0", 2), ("v1", 2))
+
+
 def test_more_devices_than_there_are_is_the_fits_refusal():
     pools = explicit_pools({"a": {"roles": "actor", "devices": 16}}, ("actor",), _nodes(8))
     with pytest.raises(PlacementError, match=r"'a' asks 16 devices .* 8 present"):

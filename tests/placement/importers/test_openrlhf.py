@@ -131,7 +131,13 @@ def test_a_remote_reward_and_overrides():
         ["remote_rm_url=http://rm:5000/get_reward", "--zero_stage=2", "colocate_all_models"],
     )
     ignored = {entry.name: entry for entry in found.ignored}
-    assert ignored["remote_rm_url"].reason.startswith("not in this version")
+    assert "remote_rm_url" not in ignored
+    assert found.recipe["reward"] == {
+        "kind": "remote",
+        "protocol": "openrlhf",
+        "endpoints": ["http://rm:5000/get_reward"],
+        "on_failure": "raise",
+    }
     assert ignored["zero_stage"].value == 2
     assert "reward" not in found.demands
 

@@ -1,0 +1,1 @@
+"""Rewards, references and judges behind HTTP: forms of the messages, clients, endpoints."""
