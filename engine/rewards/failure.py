@@ -70,7 +70,9 @@ class FailurePolicy:
         if not 0 <= self.stop_above <= 1:
             raise ValueError(f"on_failure.stop_above is {self.stop_above}; a share, from 0 to 1")
 
-    def apply(self, outcomes: Sequence[float | Failed], uids: Sequence[Hashable] | None = None) -> Decided:
+    def apply(
+        self, outcomes: Sequence[float | Failed], uids: Sequence[Hashable] | np.ndarray | None = None
+    ) -> Decided:
         """Decide for a batch of b samples; `uids` [b] name their groups, and `drop_group` needs them.
 
         Raises:

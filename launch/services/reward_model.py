@@ -69,10 +69,11 @@ class RewardModel:
     def run(self, jobs: Sequence[Job], lane: int) -> list[Any]:
         """(score, extra) of each job."""
         ids, mask = padded([job.work for job in jobs], self.network.device)
-        if hasattr(self.network, "score"):
+        head = getattr(self.network, "score", None)
+        if head is not None:
             # Found by length, not by looking for the pad token, which may be the text's last one.
             hidden = self.network.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-            outputs = self.network.score(hidden[torch.arange(len(jobs), device=ids.device), mask.sum(-1) - 1])
+            outputs = head(hidden[torch.arange(len(jobs), device=ids.device), mask.sum(-1) - 1])
         else:
             outputs = self.network(input_ids=ids, attention_mask=mask).logits
         return [
