@@ -26,7 +26,7 @@ _TEXT = ("device_type", "label")  # pins whose value is text as it stands
 def graph_of(recipe: Recipe) -> StepGraph:
     """The step graph of the recipe's algorithm."""
     kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
-    return step_graph(recipe.algorithm.name, reference=recipe.has_ref, reward=recipe.reward.kind, kl_in=kl_in)
+    return step_graph(recipe.algorithm.step, reference=recipe.has_ref, reward=recipe.reward.kind, kl_in=kl_in)
 
 
 def workload_of(recipe: Recipe) -> Workload:
