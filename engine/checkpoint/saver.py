@@ -185,7 +185,7 @@ class Checkpoints:
             if len(progress[role]) < self.groups[role].world_size
         }:
             for role, ranks in late.items():
-                answers = self.groups[role].ask("save_progress", ranks=ranks)
+                answers = self.groups[role].ask("save_progress", ranks=ranks, timeout_s=self.timeout_s)
                 for rank, answer in zip(ranks, answers, strict=True):
                     if answer.error is not None:
                         raise CheckpointError(f"{role} rank {rank}: {answer.error}")

@@ -53,6 +53,8 @@ CHANGES = {
     "run.device": "cuda",
     "run.address": "10.0.0.1:6379",
     "run.temp_dir": "elsewhere",
+    "run.best_metric": "val/score",
+    "run.resume": "elsewhere",
     "cluster.device": "h100-80",
     "data.train_files": "val.jsonl",
     "data.val_files": "train.jsonl",
@@ -75,8 +77,12 @@ CHANGES = {
     "placement.pools.NAME.where.resources_per_worker": "{v100: 1}",
     "placement.pools.NAME.where.node_ip": "10.0.0.1",
 }
+SAVED = ["run.save_every=2", "run.validate_every=2", "run.keep_last=2"]
 # Keys that go with another, or take the place of one.
 WITH = {
+    "run.keep_last": ["run.save_every=2"],
+    "run.keep_best": SAVED,
+    "run.best_metric": [*SAVED, "run.keep_best=1"],
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],
     "placement.pools.NAME.nodes": ["placement.pools.NAME.devices=null", "placement.pools.NAME.per_node=1"],
@@ -85,7 +91,7 @@ WITH = {
 LIVE = ClusterSpec((NodeSpec("a", 8, 8, "h100-80", {"kind": "big"}, {"v100": 8.0}, "10.0.0.1"),))
 STARTED = (
     "local_cluster", "joined_cluster", "ResourcePool", "ProcessPool", "create_pools", "RayClassWithInitArgs",
-    "RayWorkerGroup", "as_completed", "RunLog", "Trainer",
+    "RayWorkerGroup", "as_completed", "RunLog", "Trainer", "CheckpointStore", "Checkpoints",
 )  # fmt: skip
 
 
@@ -131,6 +137,7 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         started = MagicMock(**{f"{name}.side_effect": made for name, made in real.items()})
         started.local_cluster.side_effect = local_cluster
         started.RayWorkerGroup().init_model().timeout_s = 1.0
+        started.CheckpointStore().best.return_value = None
         started.joined_cluster.return_value = contextlib.nullcontext(LIVE)
         for name in (*STARTED, *real):
             patch.setattr(train, name, getattr(started, name))
