@@ -117,9 +117,8 @@ def batch() -> dict[str, Any]:
     lengths = torch.randint(0, 6, (9, 1), generator=generator)
     baselines = torch.randn(9, generator=generator)
     uid = np.array(list("abcabcabd"), dtype=object)
-    return dict(
-        rewards=rewards, mask=torch.arange(5) < lengths, uid=uid, values=values, reward_baselines=baselines
-    )
+    columns = {"rewards": rewards, "mask": torch.arange(5) < lengths, "uid": uid}
+    return columns | {"values": values, "reward_baselines": baselines}
 
 
 def of_rows(name: str, rows: Any, group: Any = None) -> Advantages:
