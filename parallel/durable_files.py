@@ -32,11 +32,16 @@ class HashedFile:
         self._file = open(path, "wb")  # noqa: SIM115  closed by __exit__
         self._hash = hashlib.sha256()
         self._n_bytes = 0
+        self._failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Append bytes (anything with a buffer)."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._failure = error
+            raise
         self._hash.update(view)
         self._n_bytes += len(view)
         return len(view)
@@ -60,6 +65,8 @@ class HashedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._file:
+            if self._failure is not None and error is not self._failure:
+                raise self._failure from None  # torch.save hides it behind what follows from it
             if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())

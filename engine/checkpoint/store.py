@@ -160,6 +160,8 @@ class CheckpointStore:
         for path in self.path.iterdir():
             if _ASIDE.fullmatch(path.name) and _run_of(path) == self.run_id:
                 shutil.rmtree(path) if path.name.endswith(".partial") else self._remove(path)
+        for _, path in _steps(self.path):
+            _remove_empty(path)
 
 
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -135,6 +135,7 @@ def test_a_new_process_clears_its_runs_unfinished_saves_and_no_others(tmp_path):
     store.begin(5)
     foreign = tmp_path / ".step_6.partial"
     foreign.mkdir()
+    (tmp_path / "step_3").mkdir()  # a removal that was cut off at its very end
     CheckpointStore(tmp_path)
     assert names(tmp_path) == [foreign.name]
 
