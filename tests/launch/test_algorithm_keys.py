@@ -1,5 +1,6 @@
 """The section `algorithm`: presets by name, own files, and what is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rolemesh.launch.config import list_defaults, parse_recipe, to_yaml
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.schema import Recipe
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 TEXT = """
 data: train.parquet
 batch: {samples_per_prompt: 4}
@@ -36,6 +38,15 @@ def error_of(name: str, *overrides: str) -> str:
 def test_the_names_in_the_schema_are_those_that_are_registered():
     assert set(ESTIMATORS) <= set(estimator_names())
     assert set(LOSSES) <= set(policy_loss_names())
+
+
+def test_the_documents_table_is_that_of_the_presets():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+)[^|]*\| `(\w+)` \| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE
+    )
+    assert [row[0] for row in rows] == list(PRESETS)
+    for name, _, estimator, loss in rows:
+        assert (PRESETS[name]["estimator"], PRESETS[name].get("loss", "vanilla")) == (estimator, loss)
 
 
 @pytest.mark.parametrize("name", PRESETS)

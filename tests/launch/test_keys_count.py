@@ -59,6 +59,12 @@ CHANGES = {
     "data.train_files": "val.jsonl",
     "data.val_files": "train.jsonl",
     "data.prompt_key": "text",
+    "algorithm.name": "rloo",
+    "algorithm.file": "algo.py",
+    "algorithm.estimator": "rloo",
+    "algorithm.loss": "cispo",
+    "algorithm.rollout_correction.mask": "[0.5, 5.0]",
+    "algorithm.rollout_correction.reject": "[0.5, 5.0]",
     "actor.path": "other",
     "actor.optim.min_lr": "1e-7",
     "critic.optim.min_lr": "1e-7",
@@ -84,6 +90,10 @@ WITH = {
     "run.keep_best": SAVED,
     "run.best_metric": [*SAVED, "run.keep_best=1"],
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
+    "algorithm.norm_tokens": ["algorithm.loss_agg=seq-mean-token-sum-norm"],
+    "algorithm.overlong.penalty": ["algorithm.overlong.buffer_tokens=10"],
+    "algorithm.rollout_correction.max_weight": ["algorithm.rollout_correction.weights=token"],
+    "algorithm.rollout_correction.reject_by": ["algorithm.rollout_correction.reject=[0.5, 5.0]"],
     "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],
     "placement.pools.NAME.nodes": ["placement.pools.NAME.devices=null", "placement.pools.NAME.per_node=1"],
     "placement.pools.NAME.per_node": ["placement.pools.NAME.devices=null", "placement.pools.NAME.nodes=1"],
@@ -117,6 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, texts in (("train", "abcdef"), ("val", "ghi")):
         rows = [{"prompt": text * 3, "text": text} for text in texts]
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "algo.py").write_text("")
     (root / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
     return root
 

@@ -1,8 +1,10 @@
 """A user's own estimators and losses."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from rolemesh.engine.algorithms import (
     AlgorithmFileError,
@@ -10,6 +12,9 @@ from rolemesh.engine.algorithms import (
     get_policy_loss_fn,
     load_algorithm_file,
 )
+from rolemesh.kernels import LossDenominators
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
 FILE = """
 from rolemesh.engine.algorithms import Advantages, register_estimator, register_policy_loss
@@ -44,3 +49,20 @@ def test_a_file_that_cannot_be_loaded_is_named_with_the_reason(tmp_path: Path):
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(AlgorithmFileError, match=r"broken\.py failed: ZeroDivisionError"):
         load_algorithm_file(str(tmp_path / "broken.py"))
+
+
+def test_the_documents_example_runs(tmp_path: Path):
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (tmp_path / "my_algo.py").write_text(example)
+    load_algorithm_file(str(tmp_path / "my_algo.py"))
+    rewards, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[1, 0]])
+    result = advantage_estimator("plain_rewards")(token_level_rewards=rewards, response_mask=mask, gamma=1.0)
+    loss, _ = get_policy_loss_fn("reinforce")(
+        log_prob=torch.tensor([[-3.0, -5.0]]),
+        advantages=result.advantages,
+        mask=mask,
+        denominators=LossDenominators(1.0, 1.0),
+        loss_agg="token-mean",
+        clip_low=0.2,
+    )
+    assert loss.item() == 3.0
