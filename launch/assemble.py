@@ -25,8 +25,13 @@ from rolemesh.parallel.optim import OptimConfig
 
 def trained_roles(recipe: Recipe) -> dict[str, TrainedRole]:
     """The roles that checkpoints hold."""
-    specs = {role: role_spec(recipe, role, 1) for role in ("actor", "critic") if role in recipe.roles}
-    return {role: TrainedRole(spec.path, spec.head, spec.dtype) for role, spec in specs.items()}
+    sections: dict[str, Actor | Critic] = {"actor": recipe.actor}
+    if recipe.has_critic:
+        sections["critic"] = recipe.critic
+    heads = {"actor": "lm", "critic": "value"}
+    return {
+        role: TrainedRole(str(section.path), heads[role], section.dtype) for role, section in sections.items()
+    }
 
 
 def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
