@@ -77,7 +77,7 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for value in values:
-            file.write(value.to(dtype).contiguous().view(-1).view(torch.uint8).numpy())
+            file.write(value.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _check(folder: Path, metadata: Metadata, tensors: Mapping[str, HfTensor]) -> None:
