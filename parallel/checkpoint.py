@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,8 @@ class ShardSave:
     def finish(self, results: Sequence[Sequence[WriteResult]]) -> dict[str, FileRecord]:
         """On rank 0, with every rank's results: write what makes the files a checkpoint; those it wrote."""
         with HashedFile(self._folder / COMMON_STATE_FNAME) as common:
-            torch.save(self._common, common)
+            torch.save(self._common, cast(IO[bytes], common))
+        assert self._metadata is not None, "rank 0 has the plan of all ranks"
         self._writer.finish(self._metadata, [list(of_rank) for of_rank in results])
         save_config(CheckpointingConfig(_FORMAT, _VERSION), str(self._folder))
         names = (".metadata", CONFIG_FNAME)
@@ -227,5 +228,5 @@ class _HostCopyWriter(FileSystemWriter):
         return {name: file.record}
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Any) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
