@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,11 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
 from rolemesh.engine.batch_ref import BatchRef
+from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.controller import Arguments, Controller, NoProgress, Progress, StepResult
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.mini_batches import MiniBatchPlan, plan_mini_batches
+from rolemesh.parallel.weights import CheckpointError
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.layout import Layout
 
@@ -43,10 +46,19 @@ class TrainerSpec:
     advantage: AdvantageSpec
     validate_every: int = 0
     save_every: int = 0
+    best_metric: str | None = None
     critic_warmup: int = 0
     overlap: bool = True
     expect_initial_kl: float | None = None
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+class Resumable(Protocol):
+    """Something whose place is plain data."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass
@@ -54,7 +66,8 @@ class Trainer:
     """Everything a run needs, put together: `groups[role]` are live worker groups whose models are loaded.
 
     `store` puts a batch into the object store and returns its handle; `fetch` brings a handle's batch to
-    the driver.
+    the driver. `loader` says where in the data `prompts` stand (None: a run that does not resume). `done`
+    steps lie behind. `stopping` says whether someone asked the run to end early.
     """
 
     spec: TrainerSpec
@@ -69,20 +82,63 @@ class Trainer:
     log: RunLog
     progress: Progress = field(default_factory=NoProgress)
     on_step: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
+    loader: Resumable | None = None
+    checkpoints: Checkpoints | None = None
+    stopping: Callable[[], bool] = lambda: False
+    done: int = 0
 
-    def fit(self) -> None:
-        """Train for `spec.steps` steps: validates before and after, exports the actor at the end."""
-        self._run(self.graph.select(["sync_weights"]), BatchRef({}, 0), 0)
-        self._report(0, self.validate(0))
-        for step in range(1, self.spec.steps + 1):
+    def fit(self) -> int:
+        """Train until `spec.steps` steps are done: validates before and after, exports the actor at the end.
+
+        Returns the steps done: fewer when `stopping` said so; the last one is saved then, and nothing
+        exported.
+        """
+        self._run(self.graph.select(["sync_weights"]), BatchRef({}, 0), self.done)
+        if self.done == 0:
+            self._report(0, self.validate(0))
+        for step in range(self.done + 1, self.spec.steps + 1):
             metrics = self.step(step)
             last = step == self.spec.steps
             if last or _due(step, self.spec.validate_every):
                 metrics |= self.validate(step)
+            self.done = step
+            stop = self.stopping() and not last
+            self._save(metrics, last=last, stop=stop)
             self._report(step, metrics)
-            if not last and _due(step, self.spec.save_every):
-                self.export(step)
-        self.export(self.spec.steps)
+            if stop:
+                return step
+        if not Path(self.log.export_dir(self.spec.steps, "actor")).exists():
+            self.export(self.spec.steps)
+        return self.spec.steps
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the trainer's part of a checkpoint; the workers have theirs."""
+        if isinstance(self.kl, AdaptiveKLController):
+            self.kl = replace(self.kl, value=state["kl"])
+        if self.loader is not None:
+            self.loader.load_state_dict(state["data"])
+        self.done = state["step"]
+
+    def _save(self, metrics: dict[str, float], *, last: bool, stop: bool) -> None:
+        """Save the step that was done where one is due; wait for the files where the run ends.
+
+        Raises CheckpointError for a save that failed at the end, or again and again.
+        """
+        if self.checkpoints is None:
+            return
+        start = time.perf_counter()
+        failed = self.checkpoints.poll()
+        due = failed or _due(self.done, self.spec.save_every) or (last and self.spec.save_every > 0)
+        if due or stop:
+            state = {
+                "kl": self.kl.value,
+                "data": None if self.loader is None else dict(self.loader.state_dict()),
+            }
+            score = metrics.get(self.spec.best_metric) if self.spec.best_metric else None
+            self.checkpoints.save(self.done, state, score)
+            metrics["timing_s/save_checkpoint"] = time.perf_counter() - start
+        if (last or stop) and self.checkpoints.settle():
+            raise CheckpointError(f"the last checkpoint, of step {self.done}, was not saved")
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the algorithm on the next prompts; returns its metrics."""

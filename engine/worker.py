@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rolemesh.engine.batch_ref import BatchRef
+from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
+from rolemesh.parallel import random_state
 from rolemesh.placement.layout import Layout
 
 
@@ -52,3 +55,13 @@ class Worker:
     @property
     def device(self) -> torch.device:
         return torch.device(self.context.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def random_state(self) -> dict[str, Any]:
+        """This process's random states; roles of one process share them."""
+        return random_state.get()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_random_state(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Take up this rank's part of what `random_state` gave on all ranks."""
+        random_state.put(of_ranks[self.rank])

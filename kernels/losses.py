@@ -20,25 +20,29 @@ from rolemesh.kernels.arrays import check_rows, mask_bytes, wide_dtype
 from rolemesh.kernels.forms import Kernel
 from rolemesh.kernels.library import torch_op
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
 class LossDenominators:
     """What a mini-batch's sums are divided by; at least 1, so a mini-batch of nothing has loss 0."""
 
-    loss: float  # tokens or sequences, as the aggregation mode says
+    loss: float  # tokens, sequences or a constant, as the aggregation mode says
     tokens: float
 
 
 def loss_denominators(
-    response_mask: Tensor, mode: str, group: dist.ProcessGroup | None = None
+    response_mask: Tensor,
+    mode: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    norm_tokens: float | None = None,
 ) -> LossDenominators:
     """Count what the mode divides by in a whole mini-batch: its tokens, or its sequences that have a token.
 
     `response_mask` [b, R] is this rank's part. With `group` (the dp ranks) all of them call, also those
-    without rows. ValueError for an unknown mode. The counts are Python numbers, so `torch.compile` must take
-    them as arguments.
+    without rows. `seq-mean-token-sum-norm` divides by the constant `norm_tokens`, R if it is None. ValueError
+    for an unknown mode. The counts are Python numbers, so `torch.compile` must take them as arguments.
     """
     _check_mode(mode)
     mask = response_mask.bool()
@@ -46,14 +50,16 @@ def loss_denominators(
     if group is not None:
         dist.all_reduce(counts, group=group)
     tokens, sequences = counts.clamp(min=1).tolist()
-    return LossDenominators(loss=tokens if mode == "token-mean" else sequences, tokens=tokens)
+    by_mode = {"token-mean": tokens, "seq-mean-token-sum-norm": norm_tokens or max(mask.shape[1], 1.0)}
+    return LossDenominators(loss=by_mode.get(mode, sequences), tokens=tokens)
 
 
 def aggregate(loss_mat: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
     """This part's share of the mini-batch's mean of `loss_mat` [m, R], a scalar; see verl's `agg_loss`.
 
     `token-mean`: over all tokens. `seq-mean-token-sum`: over the sequences' sums. `seq-mean-token-mean`: over
-    the sequences' means. ValueError for an unknown mode.
+    the sequences' means. `seq-mean-token-sum-norm` (Dr. GRPO): in spite of verl's name no mean over the
+    sequences, but their sum divided by a constant. ValueError for an unknown mode.
     """
     _check_mode(mode)
     mask = mask.bool()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
+from rolemesh.engine.algorithms import AdaptiveKLController, Correction, FixedKLController, SoftOverlong
+from rolemesh.engine.checkpoint.saver import TrainedRole
 from rolemesh.engine.remote.http import Limits
 from rolemesh.engine.rewards import build
 from rolemesh.engine.rewards.judge_answer import Scale
@@ -31,7 +32,16 @@ from rolemesh.launch.roles import Actor, Critic, Optim, Ref
 from rolemesh.launch.schema import Recipe
 from rolemesh.parallel.optim import OptimConfig
 
-ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
+
+def trained_roles(recipe: Recipe) -> dict[str, TrainedRole]:
+    """The roles that checkpoints hold."""
+    sections: dict[str, Actor | Critic] = {"actor": recipe.actor}
+    if recipe.has_critic:
+        sections["critic"] = recipe.critic
+    heads = {"actor": "lm", "critic": "value"}
+    return {
+        role: TrainedRole(str(section.path), heads[role], section.dtype) for role, section in sections.items()
+    }
 
 
 def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
@@ -72,6 +82,7 @@ def policy_loss(recipe: Recipe) -> PolicyLoss:
     """The actor's objective."""
     algorithm = recipe.algorithm
     return PolicyLoss(
+        name=algorithm.loss,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
@@ -79,14 +90,23 @@ def policy_loss(recipe: Recipe) -> PolicyLoss:
         kl_coef=algorithm.kl.coef if algorithm.kl.in_ == "loss" else 0.0,
         kl_kind=algorithm.kl.kind,
         loss_agg=algorithm.loss_agg,
+        norm_tokens=algorithm.norm_tokens,
         epochs=recipe.batch.epochs,
+        end_ids=_left_out_without(recipe),
+        file=algorithm.file,
     )
 
 
 def value_loss(recipe: Recipe) -> ValueLoss:
     """The critic's objective."""
     algorithm = recipe.algorithm
-    return ValueLoss(value_clip=algorithm.value_clip, loss_agg=algorithm.loss_agg, epochs=recipe.batch.epochs)
+    return ValueLoss(
+        value_clip=algorithm.value_clip,
+        loss_agg=algorithm.loss_agg,
+        norm_tokens=algorithm.norm_tokens,
+        epochs=recipe.batch.epochs,
+        end_ids=_left_out_without(recipe),
+    )
 
 
 def rollout_spec(recipe: Recipe) -> RolloutSpec:
@@ -125,12 +145,38 @@ def advantage_spec(recipe: Recipe) -> AdvantageSpec:
     """How advantages are computed."""
     algorithm = recipe.algorithm
     return AdvantageSpec(
-        estimator=ESTIMATORS[algorithm.name],
+        estimator=algorithm.estimator,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         kl_kind=algorithm.kl.kind if algorithm.kl.in_ == "reward" else None,
         norm_adv_by_std=algorithm.norm_adv_by_std,
+        overlong=_soft_overlong(recipe),
+        correction=_correction(recipe),
+        end_ids=_left_out_without(recipe),
+        file=algorithm.file,
     )
+
+
+def _soft_overlong(recipe: Recipe) -> SoftOverlong | None:
+    overlong = recipe.algorithm.overlong
+    if not overlong.buffer_tokens:
+        return None
+    return SoftOverlong(recipe.lengths.max_response_tokens, overlong.buffer_tokens, overlong.penalty)
+
+
+def _correction(recipe: Recipe) -> Correction | None:
+    keys = recipe.algorithm.rollout_correction
+    mask, reject = ((b[0], b[1]) if b else None for b in (keys.mask, keys.reject))
+    correction = Correction(keys.weights, keys.max_weight, mask, reject, keys.reject_by)
+    return None if correction.is_off else correction
+
+
+def _left_out_without(recipe: Recipe) -> tuple[int, ...] | None:
+    """The end tokens without which a response of the longest length is left out; None: none is."""
+    if not recipe.algorithm.overlong.leave_out:
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
+    return end_tokens(recipe.actor.path, tokenizer.eos_token_id)
 
 
 def kl_controller(recipe: Recipe) -> FixedKLController | AdaptiveKLController:
@@ -150,6 +196,7 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         advantage=advantage_spec(recipe),
         validate_every=recipe.run.validate_every,
         save_every=recipe.run.save_every,
+        best_metric=recipe.run.best_metric if recipe.run.keep_best else None,
         critic_warmup=recipe.batch.critic_warmup,
         overlap=recipe.schedule.overlap,
         expect_initial_kl=recipe.ref.expect_initial_kl if recipe.has_ref else None,

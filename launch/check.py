@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rolemesh.launch.algorithm_rules import algorithm_notes
 from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, updates
+from rolemesh.launch.checkpoint_rules import Resume, find_checkpoint
 from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.live_cluster import live_cluster
@@ -17,6 +19,7 @@ from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable
 from rolemesh.launch.reward_keys import Scorer, scorers
 from rolemesh.launch.roles import Ref
 from rolemesh.launch.schema import Recipe
+from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
 from rolemesh.placement.plan import PlacementPlan
 
@@ -29,6 +32,7 @@ class CheckReport:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     plan: PlacementPlan | None = None
+    resume: Resume = field(default_factory=Resume)
 
     def text(self) -> str:
         said = [f"note: {note}" for note in self.notes] + [f"problem: {problem}" for problem in self.problems]
@@ -42,7 +46,7 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     `offline` leaves the live machine (or the Ray cluster at `run.address`) out: only what the recipe
     says about its cluster counts.
     """
-    report = CheckReport()
+    report = CheckReport(notes=[*algorithm_notes(recipe)])
     report.problems += [*_files(recipe), *_reward_functions(recipe), *_services(recipe)]
     if not report.problems:
         _check_prompts(recipe, report)
@@ -53,11 +57,21 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
         report.plan = _plan(recipe, checkpoints, offline, report)
     except (RecipeError, *PLANNING_ERRORS) as error:
         report.problems.append(f"placement: {error}")
+    if not offline:
+        _find_checkpoint(recipe, report)
     if report.plan is not None:
         report.problems += not_runnable(report.plan)
         report.lines += report.plan.summary()
         report.lines += batch_lines(recipe, report.plan)
     return report
+
+
+def _find_checkpoint(recipe: Recipe, report: CheckReport) -> None:
+    try:
+        report.resume = find_checkpoint(recipe)
+        report.lines += report.resume.lines
+    except CheckpointError as error:
+        report.problems.append(f"run.resume: {error}")
 
 
 def _files(recipe: Recipe) -> Iterator[str]:

@@ -14,7 +14,7 @@ import typer.core
 from rolemesh.launch import cli_devices, cli_services
 from rolemesh.launch.fields import RecipeError
 
-EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130  # and signals.EXIT_TERMINATED, 143
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
 Overrides = Annotated[
@@ -64,24 +64,42 @@ def train(
     plan: Annotated[
         Path | None, typer.Option("--plan", help="Run this plan file, whatever placement the recipe has.")
     ] = None,
+    resume: Annotated[
+        str, typer.Option("--resume", help="Go on from this checkpoint, or auto: the newest good one.")
+    ] = "",
 ) -> int:
     """Check a recipe, then train."""
     from rolemesh.launch.check import check_recipe
     from rolemesh.launch.config import load_recipe
     from rolemesh.launch.run_folder import open_run_folder
 
-    recipe = load_recipe(recipe_path, [*(overrides or []), *_instead(plan)])
+    going_on = [f"run.resume={json.dumps(resume)}"] if resume else []
+    recipe = load_recipe(recipe_path, [*(overrides or []), *_instead(plan), *going_on])
     report = check_recipe(recipe)
     print(report.text(), flush=True)
     if report.problems:
         return EXIT_BAD_RECIPE
     if report.plan is None:
         raise RecipeError("placement.pools: `where` chooses nodes of a running Ray cluster: give run.address")
-    if moved := open_run_folder(recipe):
+    if moved := open_run_folder(recipe, report.resume.path):
         print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
     from rolemesh.launch.train import run_training
 
-    return run_training(recipe, report.plan)
+    return run_training(recipe, report.plan, report.resume.path)
+
+
+@main.command("convert")
+def convert_to_hugging_face(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder (its newest good one).")],
+    out: Annotated[Path, typer.Argument(help="The new folder.")],
+    role: Annotated[str, typer.Option("--role", help="actor or critic.")] = "actor",
+) -> int:
+    """Write a model of a checkpoint as a Hugging Face folder."""
+    from rolemesh.launch.convert import convert_checkpoint
+
+    for line in convert_checkpoint(checkpoint, out, role):
+        print(line, flush=True)
+    return EXIT_OK
 
 
 @main.command()

@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rolemesh.launch.algorithm_presets import preset_keys, with_preset
 from rolemesh.launch.fields import Key, RecipeError, Section, declared, members, section_of, without_none
 from rolemesh.launch.reward_keys import Part, PartKind, Reward, RewardKind
 from rolemesh.launch.roles import Actor, Critic, Ref
@@ -63,7 +64,8 @@ def parse_recipe(
         ) from error
     tree = _normal(Recipe, tree, folder)
     given = frozenset(leaves(tree))
-    recipe = replace(_filled(_build(Recipe, tree), Path(source).stem), source=source, given=given)
+    recipe = _build(Recipe, with_preset(tree))
+    recipe = replace(_filled(recipe, Path(source).stem), source=source, given=given)
     check_across(recipe)
     return recipe
 
@@ -89,7 +91,8 @@ def list_defaults(recipe: Recipe) -> list[str]:
         if section_of(k.type) or absent or any(covers(path, k.path) for path in idle):
             continue
         if k.path not in recipe.given:
-            value = k.metadata["shown"] or show(k.default)
+            by_name = k.path in preset_keys()
+            value = show(value_at(recipe, k.path)) if by_name else k.metadata["shown"] or show(k.default)
             sections.setdefault(section, []).append(f"{name} = {value}")
     return [f"default: {section}: {', '.join(items)}" for section, items in sections.items()]
 
@@ -146,7 +149,7 @@ def _normal(section: type[Section], tree: Any, base: Path) -> Any:
             value = {key: _normal(inner, item, base) for key, item in value.items()}
         elif inner:
             value = _normal(inner, value, base)
-        elif f is not None and f.metadata["path"]:
+        elif f is not None and f.metadata["path"] and value not in f.metadata["words"]:
             value = [_absolute(v, base) for v in value] if isinstance(value, list) else _absolute(value, base)
         out[name] = value
     return out
@@ -164,6 +167,12 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
     if not recipe.placement.pools and not recipe.placement.plan:
         strategy = strategy or "colocate"
 
+    overlong, longest = recipe.algorithm.overlong, recipe.lengths.max_response_tokens
+    if overlong.buffer_tokens is None:
+        fifth = max(longest // 5, 1) if recipe.algorithm.name == "dapo" else 0
+        overlong = replace(overlong, buffer_tokens=fifth)
+    norm_tokens = recipe.algorithm.norm_tokens or longest
+
     def tokens(role: Actor | Critic | Ref | Reward) -> int:
         return role.micro_batch_tokens or recipe.batch.micro_batch_tokens
 
@@ -172,6 +181,7 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
         ref_path = ref_path or recipe.actor.path
     return replace(
         recipe,
+        algorithm=replace(recipe.algorithm, overlong=overlong, norm_tokens=norm_tokens),
         run=replace(recipe.run, dir=recipe.run.dir or os.path.abspath(Path("runs") / name)),
         actor=replace(recipe.actor, micro_batch_tokens=tokens(recipe.actor)),
         critic=replace(recipe.critic, micro_batch_tokens=tokens(recipe.critic)),

@@ -26,6 +26,7 @@ def key(
     above: float | None = None,
     at_most: float | None = None,
     path: bool = False,
+    words: tuple[str, ...] = (),
     shown: str = "",
     later: Mapping[Any, str] | None = None,
 ) -> Any:
@@ -36,10 +37,12 @@ def key(
             the verl name of the section that holds it.
         at_least, above, at_most: bounds of a number.
         path: a file or folder; made absolute when the recipe is loaded.
+        words: values of a path that are none.
         shown: how the default is described where it isn't a constant.
         later: values that are part of the format but not of this version, with what to use instead.
     """
     metadata = {"doc": doc, "unit": unit, "verl": verl, "path": path, "shown": shown, "later": later or {}}
+    metadata["words"] = words
     metadata |= {"at_least": at_least, "above": above, "at_most": at_most}
     if isinstance(default, dict | type):
         factory = default if isinstance(default, type) else dict

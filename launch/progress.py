@@ -35,7 +35,7 @@ class Progress:
         self._began_s = clock()
         self._phases: dict[str, float] = {}  # when each began
         self._operations: tuple[int, int] | None = None  # done and total of the step
-        self._steps_done = 0
+        self._steps_before = self._steps_done = 0
         self._steps_began_s: float | None = None  # the ETA leaves out what comes before the first step
         self._last_step_s = 0.0
         self._lock = threading.Lock()
@@ -69,9 +69,13 @@ class Progress:
         with self._lock:
             self._phases.pop(phase, None)
 
-    def begin_steps(self) -> None:
-        """The first training step begins now; what came before (loading, validation) isn't in the ETA."""
+    def begin_steps(self, done: int = 0) -> None:
+        """The first training step begins now; what came before (loading, validation) isn't in the ETA.
+
+        `done` steps were done by the run that this one goes on from.
+        """
         with self._lock:
+            self._steps_before = self._steps_done = done
             self._steps_began_s = self._last_step_s = self._clock()
 
     def end_step(self, line: str = "") -> None:
@@ -98,7 +102,9 @@ class Progress:
                 or "between operations"
             )
             left = (
-                f"{_duration(self._left_s(now))} left" if self._steps_done else "time left known after step 1"
+                f"{_duration(self._left_s(now))} left"
+                if self._steps_done > self._steps_before
+                else f"time left known after step {self._steps_before + 1}"
             )
             done = "" if self._operations is None else ", {}/{} operations".format(*self._operations)
             elapsed = _duration(now - self._began_s)
@@ -106,7 +112,7 @@ class Progress:
 
     def _left_s(self, now: float) -> float:
         began_s = self._began_s if self._steps_began_s is None else self._steps_began_s
-        per_step_s = (self._last_step_s - began_s) / self._steps_done
+        per_step_s = (self._last_step_s - began_s) / (self._steps_done - self._steps_before)
         steps_left = self._total_steps - self._steps_done
         into_step_s = min(now - self._last_step_s, per_step_s) if steps_left else 0.0
         return steps_left * per_step_s - into_step_s

@@ -31,7 +31,7 @@ def graph_of(recipe: Recipe) -> StepGraph:
     """The step graph of the recipe's algorithm."""
     kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
     return step_graph(
-        recipe.algorithm.name,
+        recipe.algorithm.step,
         reference=recipe.has_ref,
         reward=recipe.reward.kind,
         kl_in=kl_in,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from rolemesh.launch.algorithm_rules import check_algorithm, useless_algorithm_keys
+from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
 from rolemesh.launch.schema import Recipe
@@ -20,12 +22,12 @@ def check_across(recipe: Recipe) -> None:
             if key == path or key.startswith(path + "."):
                 raise RecipeError(f"{key} would have no effect: {reason}; leave it out")
     if recipe.has_critic and recipe.critic.path is None:
-        raise RecipeError("critic.path is missing: ppo needs a value model; give its folder, or use grpo")
-    if recipe.algorithm.name == "grpo" and recipe.batch.samples_per_prompt < 2:
         raise RecipeError(
-            f"batch.samples_per_prompt is {recipe.batch.samples_per_prompt}, but grpo compares the samples "
-            "of a prompt: at least 2"
+            f"critic.path is missing: {recipe.algorithm.name} needs a value model; give its folder, "
+            "or use grpo"
         )
+    check_algorithm(recipe)
+    check_checkpoints(recipe)
     check_reward(recipe.reward)
     _check_comparisons(recipe)
     if recipe.has_ref and recipe.ref.kind == "remote" and not recipe.ref.endpoints:
@@ -64,19 +66,15 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
     def mark(reason: str, *paths: str) -> None:
         idle.update(dict.fromkeys(paths, reason))
 
+    for path, reason in (*useless_algorithm_keys(recipe), *useless_checkpoint_keys(recipe)):
+        mark(reason, path)
     if not recipe.has_critic:
-        paths: tuple[str, ...] = (
-            "critic",
-            "algorithm.gamma",
-            "algorithm.lam",
-            "algorithm.value_clip",
-            "batch.critic_warmup",
-        )
-        mark("algorithm.name is grpo, which has no critic", *paths)
-    else:
-        mark("algorithm.name is ppo, which has no groups", "algorithm.norm_adv_by_std")
+        reason = f"algorithm.name is {recipe.algorithm.name}, which has no critic"
+        mark(reason, "critic", "algorithm.value_clip", "batch.critic_warmup")
     if not recipe.has_ref:
-        paths = tuple(f"algorithm.kl.{name}" for name in ("kind", "coef", "target", "horizon"))
+        paths: tuple[str, ...] = tuple(
+            f"algorithm.kl.{name}" for name in ("kind", "coef", "target", "horizon")
+        )
         mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
     elif recipe.ref.kind == "remote":
         names = ("path", "dtype", "layout", "micro_batch_tokens")

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.checkpoint.manifest import Manifest
+from rolemesh.engine.checkpoint.store import FOLDER
 from rolemesh.launch.config import to_yaml
 from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.schema import Recipe
 
 
-def open_run_folder(recipe: Recipe) -> Path | None:
+def open_run_folder(recipe: Recipe, resume: Path | None = None) -> Path | None:
     """Make `run.dir` with `recipe.yaml` (training from it repeats the run) and `env.txt`.
 
-    An earlier run there is moved to `<dir>.1`, `.2`, ...; returns where, or None.
+    An earlier run there is moved to `<dir>.1`, `.2`, ...; returns where, or None. A run that goes on from its
+    own checkpoint `resume` stays: what it noted of later steps is dropped, and its timeline begins anew
+    beside the old.
     """
     folder = Path(recipe.run.dir)
     moved = None
-    if (folder / "recipe.yaml").exists():
+    if resume is not None and resume.parent == folder / FOLDER:
+        _drop_after(folder, Manifest.read(resume).step)
+    elif (folder / "recipe.yaml").exists():
         moved = next(p for i in itertools.count(1) if not (p := Path(f"{folder}.{i}")).exists())
         folder.rename(moved)
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,6 +38,24 @@ def open_run_folder(recipe: Recipe) -> Path | None:
     )
     (folder / "env.txt").write_text("\n".join(installed) + "\n")
     return moved
+
+
+def _drop_after(folder: Path, step: int) -> None:
+    metrics, timeline = folder / "metrics.jsonl", folder / "timeline.json"
+    if metrics.exists():
+        rows = metrics.read_text().splitlines()
+        metrics.write_text("".join(f"{row}\n" for row in rows if _step_of(row) <= step))
+    if timeline.exists():
+        numbered = (folder / f"timeline.{i}.json" for i in itertools.count(1))
+        timeline.rename(next(path for path in numbered if not path.exists()))
+
+
+def _step_of(row: str) -> float:
+    """The step of a line of metrics; infinite for one that a crash cut off."""
+    try:
+        return float(json.loads(row)["step"])
+    except ValueError:
+        return math.inf
 
 
 def write_memory(folder: Path, groups: Iterable[Any]) -> None:

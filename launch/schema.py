@@ -1,5 +1,5 @@
-"""The recipe: one frozen dataclass per section; keys are declared here, in `roles.py`, `reward_keys.py` and
-`service_keys.py`, and nowhere else.
+"""The recipe: one frozen dataclass per section; keys are declared here, in `roles.py`, `algorithm_keys.py`,
+`reward_keys.py` and `service_keys.py`, and nowhere else.
 
 Each field carries its type (a `Literal` lists the choices), its default and, in the metadata made by
 `key`, what it means, its unit, its bounds and what verl calls it. `config.py` builds these values from
@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, Literal
 
+from rolemesh.launch.algorithm_keys import Algorithm
 from rolemesh.launch.fields import RecipeError, Section, key
 from rolemesh.launch.reward_keys import Reward
 from rolemesh.launch.roles import Actor, Critic, Ref, Rollout
+from rolemesh.placement.steps import step_graph
 
 MODEL_ROLES = ("actor", "rollout", "critic", "ref", "reward")
 
@@ -24,14 +26,9 @@ MODEL_ROLES = ("actor", "rollout", "critic", "ref", "reward")
 class Run(Section):
     """How long, from where, into which folder."""
 
-    later_keys: ClassVar[Mapping[str, str]] = {
-        "resume": "a run starts at its first step",
-        "keep_last": "every export is kept",
-    }
-
     dir: str = key(
         "",
-        "Run folder: recipe, metrics, timeline, exported models.",
+        "Run folder: recipe, metrics, timeline, checkpoints, exported models.",
         path=True,
         shown="runs/<name of the recipe> in the working directory",
         verl="trainer.default_local_dir",
@@ -60,10 +57,33 @@ class Run(Section):
     )
     save_every: int = key(
         0,
-        "Export the actor in Hugging Face form each so many steps; 0: only at the end.",
+        "Save a checkpoint each so many steps and after the last; 0: none.",
         unit="steps",
         at_least=0,
         verl="trainer.save_freq",
+    )
+    keep_last: int | None = key(
+        None,
+        "Keep the newest so many checkpoints.",
+        unit="checkpoints",
+        at_least=1,
+        shown="all",
+        verl="trainer.max_actor_ckpt_to_keep",
+    )
+    keep_best: int = key(
+        0,
+        "Keep also the so many best checkpoints by best_metric, which are validated at their step.",
+        unit="checkpoints",
+        at_least=0,
+    )
+    best_metric: str = key("val/reward/mean", "Validation metric of keep_best; higher is better.")
+    resume: str | None = key(
+        None,
+        "Go on from a checkpoint: its folder, or auto for the newest good one in the run folder, if any.",
+        path=True,
+        words=("auto",),
+        shown="start at the first step",
+        verl="trainer.resume_mode, trainer.resume_from_path",
     )
     address: str | None = key(
         None,
@@ -126,102 +146,6 @@ class Data(Section):
         at_least=1,
         shown="all",
         verl="data.val_max_samples",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class KL(Section):
-    """The distance to the reference policy: where it acts and how it is estimated."""
-
-    in_: Literal["reward", "loss", "none"] = key(
-        "none",
-        "Subtract it from the reward, add it to the loss, or leave it out (no reference then).",
-        verl="algorithm.use_kl_in_reward, actor_rollout_ref.actor.use_kl_loss",
-    )
-    kind: Literal["k1", "abs", "k2", "k3"] = key(
-        "k1",
-        "Estimator: k1 log ratio, abs its size, k2 half its square, k3 the low-variance one.",
-        verl="algorithm.kl_penalty, actor_rollout_ref.actor.kl_loss_type",
-    )
-    coef: float = key(
-        0.001, "Weight.", at_least=0, verl="algorithm.kl_ctrl.kl_coef, actor_rollout_ref.actor.kl_loss_coef"
-    )
-    target: float | None = key(
-        None,
-        "KL that an adaptive weight steers to (with horizon; in: reward).",
-        unit="nats per token",
-        above=0,
-        shown="fixed weight",
-        verl="algorithm.kl_ctrl.target_kl",
-    )
-    horizon: float | None = key(
-        None,
-        "Speed of the adaptive weight (with target).",
-        unit="samples",
-        above=0,
-        shown="fixed weight",
-        verl="algorithm.kl_ctrl.horizon",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.target is None) != (self.horizon is None):
-            raise RecipeError("target and horizon make the weight adaptive together: give both or none")
-        if self.target is not None and self.in_ != "reward":
-            raise RecipeError(f"target and horizon need in: reward, but in is {self.in_}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm(Section):
-    """The estimator and the losses."""
-
-    scalar: ClassVar[str] = "name"
-
-    name: Literal["ppo", "grpo"] = key(
-        "ppo",
-        "ppo: GAE with a critic; grpo: rewards compared within a prompt's group.",
-        verl="algorithm.adv_estimator",
-    )
-    gamma: float = key(1.0, "Discount per token (ppo).", at_least=0, at_most=1, verl="algorithm.gamma")
-    lam: float = key(1.0, "GAE's lambda (ppo).", at_least=0, at_most=1, verl="algorithm.lam")
-    kl: KL = key(KL, "Distance to the reference policy.")
-    clip_low: float = key(
-        0.2,
-        "The ratio is clipped below 1 - clip_low.",
-        at_least=0,
-        at_most=1,
-        verl="actor_rollout_ref.actor.clip_ratio_low",
-    )
-    clip_high: float = key(
-        0.2,
-        "The ratio is clipped above 1 + clip_high.",
-        at_least=0,
-        verl="actor_rollout_ref.actor.clip_ratio_high",
-    )
-    dual_clip: float | None = key(
-        3.0,
-        "Bound of the loss where the advantage is negative; null: none.",
-        above=1,
-        verl="actor_rollout_ref.actor.clip_ratio_c",
-    )
-    value_clip: float | None = key(
-        0.5,
-        "Values move at most so far from the old ones (ppo); null: freely.",
-        above=0,
-        verl="critic.cliprange_value",
-    )
-    entropy_coef: float = key(
-        0.0, "Weight of the entropy bonus.", at_least=0, verl="actor_rollout_ref.actor.entropy_coeff"
-    )
-    loss_agg: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = key(
-        "token-mean",
-        "How token losses become one number, over the whole mini-batch.",
-        verl="actor_rollout_ref.actor.loss_agg_mode",
-    )
-    norm_adv_by_std: bool = key(
-        True,
-        "Divide a group's advantages by its standard deviation (grpo).",
-        verl="algorithm.norm_adv_by_std_in_grpo",
     )
 
 
@@ -400,7 +324,7 @@ class Recipe(Section):
 
     @property
     def has_critic(self) -> bool:
-        return self.algorithm.name == "ppo"
+        return "critic" in step_graph(self.algorithm.step).roles()
 
     @property
     def has_ref(self) -> bool:

@@ -6,9 +6,12 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rolemesh.engine.checkpoint.saver import Checkpoints
+from rolemesh.engine.checkpoint.store import FOLDER, CheckpointStore
 from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.data.prompts import PromptDataset
 from rolemesh.engine.future import as_completed
@@ -34,18 +37,19 @@ from rolemesh.launch.progress import Progress
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.schema import Recipe
+from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.plan import PlacementPlan
 
 SHOWN = ("critic/score/mean", "val/reward/mean", "actor/pg_loss", "critic/vf_loss", "response_length/mean")
 
 
-def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
+def run_training(recipe: Recipe, checked: PlacementPlan, resume: Path | None = None) -> int:
     """Train as the recipe says, placed as in `checked`, the plan of its pre-flight check: on the nodes of
-    the live cluster, or on a local one with as many devices.
+    the live cluster, or on a local one with as many devices; from the verified checkpoint `resume`, if any.
 
-    The run folder exists. Returns the exit code 0; whatever fails raises, after every process of the run is
-    ended.
+    The run folder exists. Returns the exit code: 0, or EXIT_TERMINATED after a SIGTERM; whatever fails
+    raises, after every process of the run is ended.
     """
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
     train, val = load_prompts(recipe, tokenizer)
@@ -57,10 +61,14 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
         log = RunLog(recipe.run.dir)
         plan, unknown = _predicted(recipe, cluster, plan)
         (log.path / "plan.yaml").write_text(plan.to_yaml())
-        with Progress(steps) as progress, _worker_groups(recipe, plan, steps, progress) as groups:
+        with (
+            Progress(steps) as progress,
+            stop_on_sigterm(progress.write) as stopping,
+            _worker_groups(recipe, plan, steps, progress) as groups,
+        ):
             if unknown:
                 progress.write(f"the plan has no prediction to compare this run with: {unknown}")
-            Trainer(
+            trainer = Trainer(
                 spec=assemble.trainer_spec(recipe, steps, plan.order),
                 graph=graph_of(recipe),
                 groups=groups,
@@ -73,10 +81,58 @@ def run_training(recipe: Recipe, checked: PlacementPlan) -> int:
                 log=log,
                 progress=progress,
                 on_step=lambda step, metrics: show_step(progress, step, steps, metrics),
-            ).fit()
+                loader=loader,
+                checkpoints=_checkpoints(recipe, plan, groups, progress),
+                stopping=stopping,
+            )
+            if resume is not None:
+                _take_up(trainer, resume, progress)
+            done = trainer.fit()
             write_memory(log.path, groups.values())
-            progress.write(f"actor exported to {log.export_dir(steps, 'actor')} (a Hugging Face folder)")
-    return 0
+            progress.write(_ending(recipe, log, done, steps))
+    return 0 if done == steps else EXIT_TERMINATED
+
+
+def _checkpoints(
+    recipe: Recipe, plan: PlacementPlan, groups: Mapping[str, RayWorkerGroup], progress: Progress
+) -> Checkpoints:
+    run = recipe.run
+    return Checkpoints(
+        CheckpointStore(Path(run.dir) / FOLDER, keep_last=run.keep_last, keep_best=run.keep_best),
+        groups,
+        assemble.trained_roles(recipe),
+        plan.to_yaml(),
+        timeout_s=run.timeout_s,
+        tell=progress.write,
+    )
+
+
+def _take_up(trainer: Trainer, path: Path, progress: Progress) -> None:
+    """Bring trainer and workers to a checkpoint; later ones of its folder are of a run that is given up."""
+    assert trainer.checkpoints is not None
+    progress.start("load checkpoint")
+    trainer.resume(trainer.checkpoints.load(path))
+    progress.end("load checkpoint")
+    progress.begin_steps(trainer.done)
+    if path.parent == trainer.checkpoints.store.path:
+        for aside in trainer.checkpoints.store.set_aside_after(trainer.done):
+            progress.write(f"a checkpoint after step {trainer.done} was set aside as {aside}")
+
+
+def _ending(recipe: Recipe, log: RunLog, done: int, steps: int) -> str:
+    """Where the model is, or how to go on and get one."""
+    checkpoints = Path(recipe.run.dir) / FOLDER
+    best = CheckpointStore(checkpoints, keep_best=1).best() if recipe.run.keep_best else None
+    lines = [f"best checkpoint: step {best[0]}, {recipe.run.best_metric} {best[1]:.4g}"] if best else []
+    saved = [path for path in checkpoints.glob("step_*") if path.name == f"step_{done}"]
+    command = f"rolemesh convert {saved[0] if saved else checkpoints.parent} OUT"
+    if done == steps:
+        lines.append(f"actor exported to {log.export_dir(steps, 'actor')} (a Hugging Face folder)")
+        lines += [f"as Hugging Face folder, any checkpoint: {command}"] if saved else []
+    else:
+        lines.append(f"stopped after step {done} of {steps}; go on with: rolemesh train RECIPE --resume auto")
+        lines += [f"its model as a Hugging Face folder: {command}"] if saved else []
+    return "\n".join(lines)
 
 
 def _predicted(recipe: Recipe, cluster: ClusterSpec, plan: PlacementPlan) -> tuple[PlacementPlan, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,19 @@ class Update:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What this rank keeps of a parameter: numbers `low` to `high` of it laid end to end.
+
+    `states` are flat fp32 tensors [high - low], the optimizer's own memory: "param" (the weight), "exp_avg",
+    "exp_avg_sq".
+    """
+
+    low: int
+    high: int
+    states: Mapping[str, Tensor]
+
+
 class Optimizer:
     """megatron-core's distributed optimizer with a learning-rate schedule; `step_count` is the next step."""
 
@@ -119,3 +134,58 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         self.step_count += 1
         return Update(norm, lr, skipped=False)
+
+    def shard_of(self, parameter: Tensor) -> Shard | None:
+        """This rank's part of a parameter; None where the data parallel ranks beside it have all of it.
+
+        Before the first update the moments are zero.
+        """
+        for part in self._parts:
+            if parameter in part.model_param_group_index_map:
+                _make_state(part)
+                at = part._get_model_param_range_map(parameter)["param"]
+                states = part._get_main_param_and_optimizer_states(parameter)
+                flat = {name: states[name].detach().view(-1) for name in ("param", "exp_avg", "exp_avg_sq")}
+                return Shard(at.start, at.end, flat)
+        return None
+
+    def set_step(self, step_count: int) -> None:
+        """Go on as after `step_count` updates: the schedule's place and Adam's bias correction."""
+        self.step_count = step_count
+        for part in self._parts:
+            _make_state(part)
+            for group in part.optimizer.param_groups:
+                if not _is_torchs(part) and step_count:
+                    group["step"] = step_count
+                for parameter in group["params"] if _is_torchs(part) else ():
+                    part.optimizer.state[parameter]["step"].fill_(step_count)
+
+    @torch.no_grad()
+    def publish_weights(self) -> None:
+        """Round the fp32 weights into the model and share them over data parallel ranks, as updates do."""
+        for part in self._parts:
+            part._copy_main_params_to_model_params()
+            for chunk in part.model_chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    @property
+    def _parts(self) -> list[Any]:
+        """The distributed optimizers that megatron-core has chained."""
+        return getattr(self.megatron, "chained_optimizers", [self.megatron])
+
+
+def _is_torchs(part: Any) -> bool:
+    """Whether torch's own AdamW updates, which counts steps per parameter; the fused ones do per group."""
+    return isinstance(part.optimizer, torch.optim.AdamW)
+
+
+def _make_state(part: Any) -> None:
+    """Adam's state as it is before the first update, where there is none yet."""
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = part.optimizer.state[parameter]
+            if not state:
+                if _is_torchs(part):
+                    state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter.data)
+                state["exp_avg_sq"] = torch.zeros_like(parameter.data)

@@ -20,7 +20,8 @@ class Advantages:
 
 # Called with all of these by keyword; an estimator names those it reads and takes the others as `**_`:
 #   token_level_rewards [b, R], response_mask [b, R], values [b, R] (None without a critic),
-#   index [b] (verl's `uid`: the prompt of each row), gamma, lam, norm_adv_by_std,
+#   reward_baselines [b] (None without a greedy pass), index [b] (verl's `uid`: the prompt of each row),
+#   gamma, lam, norm_adv_by_std,
 #   group (the dp ranks that share the batch; all of them call, also those without rows).
 AdvantageEstimator = Callable[..., Advantages]
 
@@ -42,5 +43,10 @@ def register_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEst
 def advantage_estimator(name: str) -> AdvantageEstimator:
     """The estimator registered as `name`. ValueError lists those that exist."""
     if name not in _ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}; there are {', '.join(sorted(_ESTIMATORS))}")
+        raise ValueError(f"unknown advantage estimator {name!r}; there are {', '.join(estimator_names())}")
     return _ESTIMATORS[name]
+
+
+def estimator_names() -> tuple[str, ...]:
+    """Names of the estimators there are."""
+    return tuple(sorted(_ESTIMATORS))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rolemesh.engine.algorithms.estimators import Advantages, register_estimator
-from rolemesh.kernels import group_statistics
+from rolemesh.engine.algorithms.scores import compare_scores, over_tokens
 
 
 @register_estimator("grpo")
@@ -27,25 +27,15 @@ def grpo_outcome_advantage(
     A row's score is the sum of its rewards under the mask; mean and unbiased std are over the rows with its
     `index` on all ranks of `group`, in float64. A group of equal scores has advantage 0. A group of one has
     no one to compare with and keeps its score (mean 0, std 1), as in verl. Returns equal the advantages.
+    Without `norm_adv_by_std` nothing is divided (Dr. GRPO, Liu et al. 2025).
 
     Metrics: `grpo/groups`, and how many are `grpo/zero_variance_groups` (several rows, all scores equal: they
     teach nothing) or `grpo/single_row_groups`. ValueError when there is no `index`, or not one for each row.
     """
-    rows = len(token_level_rewards)
-    if index is None or len(index) != rows:
-        found = "none" if index is None else str(len(index))
-        raise ValueError(f"the advantage estimator 'grpo' needs a 'uid' for each of {rows} rows, got {found}")
-    mask = response_mask.bool()
-    scores = torch.where(mask, token_level_rewards, 0.0).double().sum(dim=1)
-    statistics = group_statistics(scores, index, group=group)
+    scores, statistics, metrics = compare_scores("grpo", token_level_rewards, response_mask, index, group)
     several = statistics.count > 1
     advantages = scores - torch.where(several, statistics.mean, 0.0)
     if norm_adv_by_std:
         advantages = advantages / (torch.where(several, statistics.std, 1.0) + epsilon)
-    column = torch.where(mask, advantages.to(token_level_rewards.dtype)[:, None], 0.0)
-    metrics = {
-        "grpo/groups": float(statistics.n_groups),
-        "grpo/zero_variance_groups": float(statistics.n_constant),
-        "grpo/single_row_groups": float(statistics.n_single),
-    }
+    column = over_tokens(advantages, response_mask, token_level_rewards.dtype)
     return Advantages(column, column, metrics)

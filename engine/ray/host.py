@@ -205,6 +205,10 @@ class Host:
             return HostState(None, 0.0)
         return HostState(operation[0], time.monotonic() - operation[1])
 
+    def ask(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of a role's worker that neither computes nor communicates, beside what runs."""
+        return getattr(self._roles[role], method)(*args)
+
     def memory(self) -> HostMemory:
         """On a GPU what torch's allocator gave out; on a CPU the whole process, its libraries included."""
         if self._place.device == "cuda":

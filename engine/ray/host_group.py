@@ -88,6 +88,30 @@ class HostGroup:
         asked = {rank: self._control(rank, "memory") for rank in range(len(self._hosts))}
         return self._answers(asked, timeout_s)
 
+    def ask(
+        self, role: str, method: str, args: tuple[Any, ...], ranks: Sequence[int], timeout_s: float
+    ) -> list[Any]:
+        """What a method that neither computes nor communicates returns on `ranks`, also while they compute.
+
+        Raises WorkerError, WorkerDied, CallTimeout.
+        """
+        refs = {
+            self._hosts[rank].ask.options(concurrency_group="control").remote(role, method, args): rank
+            for rank in ranks
+        }
+        _, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+        if late:
+            where = ", ".join(f"rank {refs[ref]} on {self._places[refs[ref]].node}" for ref in late)
+            raise CallTimeout(f"{role}.{method} not answered within {timeout_s:g} s by {where}")
+        for ref, rank in refs.items():
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                raise self.death(rank, role, method, error) from error
+            except RayError as error:
+                raise WorkerError(role, rank, self._places[rank].node, method, str(error)) from error
+        return ray.get(list(refs))
+
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank (each on its own node)."""

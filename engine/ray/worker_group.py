@@ -115,6 +115,17 @@ class RayWorkerGroup:
         """The most that every rank's process has held so far (`HostMemory`)."""
         return self._hosts().memory()
 
+    def ask(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout_s: float = 30.0
+    ) -> list[Any]:
+        """Call a plain method of the workers on `ranks` (all), also while they compute; a value per rank.
+
+        The method must neither compute nor communicate: it runs beside the operation. Raises WorkerError,
+        WorkerDied, CallTimeout.
+        """
+        there = range(self.world_size) if ranks is None else ranks
+        return self._hosts().ask(self.role, method, args, there, timeout_s)
+
     def _call(
         self,
         method: str,

@@ -7,22 +7,26 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rolemesh.engine.algorithms import get_policy_loss_fn, load_algorithm_file
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.workers.advantage import AdvantageWorker
+from rolemesh.engine.workers.advantage import AdvantageWorker, without_truncated
 from rolemesh.engine.workers.megatron import MegatronWorker, RoleSpec
 from rolemesh.engine.workers.metrics import combine_steps
-from rolemesh.kernels import aggregate, kl, loss_denominators, policy_loss
+from rolemesh.kernels import aggregate, kl, loss_denominators
 from rolemesh.parallel.micro_batches import MicroBatch
 from rolemesh.parallel.weights import export_hf
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The actor's objective: clipped surrogate (Schulman et al. 2017, eq. 7), dual clip, entropy bonus, KL
-    term.
+    """The actor's objective: a policy loss by name, an entropy bonus, a KL term, and how tokens are summed.
+
+    `norm_tokens` is the constant of `seq-mean-token-sum-norm`; None: the width of the responses. `end_ids`
+    and `file` as in `AdvantageSpec`.
     """
 
+    name: str = "vanilla"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -30,7 +34,10 @@ class PolicyLoss:
     kl_coef: float = 0.0
     kl_kind: str = "low_var_kl"
     loss_agg: str = "token-mean"
+    norm_tokens: int | None = None
     epochs: int = 1
+    end_ids: tuple[int, ...] | None = None
+    file: str | None = None
 
 
 class ActorWorker(AdvantageWorker, MegatronWorker):
@@ -56,6 +63,8 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
         Without `sizes` the whole batch is one mini-batch. Returns metrics over the whole batch, equal on
         every rank: `actor/pg_loss`, `actor/pg_clipfrac`, ...
         """
+        load_algorithm_file(self.loss.file)
+        data = without_truncated(data, self.loss.end_ids)
         columns = ["response_mask", "old_log_probs", "advantages"]
         columns += ["ref_log_prob"] if self.loss.kl_coef else []
         results = self.train_mini_batches(data, sizes, self.loss.epochs, columns, self._loss_of)
@@ -65,18 +74,20 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
     def _loss_of(
         self, mini_batch: DataProto
     ) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:
-        loss, mode = self.loss, self.loss.loss_agg
-        denominators = loss_denominators(mini_batch.batch["response_mask"], mode, self.model.groups.dp)
+        loss, mode, policy_loss = self.loss, self.loss.loss_agg, get_policy_loss_fn(self.loss.name)
+        denominators = loss_denominators(
+            mini_batch.batch["response_mask"], mode, self.model.groups.dp, norm_tokens=loss.norm_tokens
+        )
 
         def compute(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             c = micro_batch.columns
             mask = c["response_mask"]
             log_prob, entropy = self.log_probs(hidden, micro_batch, entropy=True)
             total, stats = policy_loss(
-                c["old_log_probs"],
-                log_prob,
-                c["advantages"],
-                mask,
+                old_log_prob=c["old_log_probs"],
+                log_prob=log_prob,
+                advantages=c["advantages"],
+                mask=mask,
                 denominators=denominators,
                 clip_low=loss.clip_low,
                 clip_high=loss.clip_high,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
@@ -9,7 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolemesh.engine.algorithms import advantage_estimator, apply_kl_penalty
+from rolemesh.engine.algorithms import (
+    Advantages,
+    Correction,
+    SoftOverlong,
+    advantage_estimator,
+    apply_kl_penalty,
+    at_last_token,
+    correct,
+    correction_metrics,
+    load_algorithm_file,
+    overlong_penalty,
+    truncated_rows,
+)
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.worker import Worker
@@ -19,13 +32,22 @@ from rolemesh.parallel.model import ParallelModel
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """Which estimator, and its numbers. `kl_kind` is None when the KL term is not part of the reward."""
+    """Which estimator, its numbers, and what is done to rewards before and to advantages after.
+
+    `kl_kind` is None when the KL term is not part of the reward. `end_ids` leaves the rows out that were cut
+    at the longest length, without one of these tokens at their end; None keeps them. `file` registers a
+    user's estimator.
+    """
 
     estimator: str = "gae"
     gamma: float = 1.0
     lam: float = 1.0
     kl_kind: str | None = None
     norm_adv_by_std: bool = True
+    overlong: SoftOverlong | None = None
+    correction: Correction | None = None
+    end_ids: tuple[int, ...] | None = None
+    file: str | None = None
 
 
 class AdvantageWorker(Worker):
@@ -45,7 +67,9 @@ class AdvantageWorker(Worker):
 
         Statistics (whitening, groups by `uid`) are those of the whole batch: ranks combine them over dp. The
         result's `meta_info["metrics"]` describes the whole batch in verl's names and is equal on every rank.
-        Rows whose `uid` is among `dropped` count in none of them, and are 0 in the columns.
+        Rows whose `uid` is among `dropped`, and those that `spec.end_ids` leaves out, count in none of them,
+        and are 0 in the columns. Advantages are those of the estimator times the weights of
+        `spec.correction`.
         """
         if not dropped:
             return self._advantage(data, spec, kl_coef)
@@ -58,13 +82,45 @@ class AdvantageWorker(Worker):
         return DataProto.from_dict(tensors=columns, meta_info=result.meta_info)
 
     def _advantage(self, data: DataProto, spec: AdvantageSpec, kl_coef: float) -> DataProto:
+        load_algorithm_file(spec.file)
         group = self.model.groups.dp
+        counts = ~_left_out(data, spec.end_ids)
+        data = without_truncated(data, spec.end_ids)
         mask = data.batch["response_mask"].bool()
-        scores = data.batch["rm_scores"] * mask
-        rewards, kl_mean = scores, None
+        scores = torch.where(mask, data.batch["rm_scores"], 0.0)
+        rewards, metrics = self._rewards(data, scores, spec, kl_coef)
+        result = self._estimate(data, rewards, spec, torch.nonzero(counts).flatten())
+        columns = {
+            "token_level_scores": scores,
+            "token_level_rewards": rewards,
+            "advantages": result.advantages,
+            "returns": result.returns,
+        }
+        metrics |= batch_metrics(data, columns, counts, group) | result.metrics
+        if not metrics["training/response_tokens"]:
+            warnings.warn("no response token of this batch counts: its losses are 0", stacklevel=2)
+        if "rollout_log_probs" in data.batch and "old_log_probs" in data.batch:
+            pair = (data.batch["old_log_probs"], data.batch["rollout_log_probs"], mask)
+            weights = correct(*pair, spec.correction) if spec.correction is not None else None
+            metrics |= correction_metrics(*pair, weights, group)
+            if weights is not None:
+                columns["advantages"] = columns["advantages"] * weights.weights
+        return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
+
+    def _rewards(
+        self, data: DataProto, scores: Tensor, spec: AdvantageSpec, kl_coef: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The scores [b, R] less the penalties for length and for the distance to the reference."""
+        mask, group = data.batch["response_mask"].bool(), self.model.groups.dp
+        rewards, metrics = scores, {}
+        if spec.overlong is not None:
+            penalty = overlong_penalty(response_lengths(data), spec.overlong)
+            rewards = rewards - at_last_token(penalty, mask)
+            named = {"reward/overlong_penalty": penalty[mask.any(dim=1)].double()}
+            metrics |= _summaries(named, group)
         if spec.kl_kind is not None:
             rewards, kl_mean = apply_kl_penalty(
-                scores,
+                rewards,
                 data.batch["old_log_probs"],
                 data.batch["ref_log_prob"],
                 mask,
@@ -72,42 +128,74 @@ class AdvantageWorker(Worker):
                 kind=spec.kl_kind,
                 group=group,
             )
+            metrics |= {"actor/reward_kl_penalty": kl_mean, "actor/reward_kl_penalty_coeff": kl_coef}
+        return rewards, metrics
+
+    def _estimate(self, data: DataProto, rewards: Tensor, spec: AdvantageSpec, rows: Tensor) -> Advantages:
+        """What the estimator says of the `rows` that count; 0 in the others."""
+        kept = data.select_idxs(rows)
         result = advantage_estimator(spec.estimator)(
-            token_level_rewards=rewards,
-            values=data.batch.get("values", None),
-            response_mask=mask,
-            index=data.non_tensor_batch.get("uid"),
+            token_level_rewards=rewards[rows],
+            response_mask=kept.batch["response_mask"].bool(),
+            values=kept.batch.get("values", None),
+            reward_baselines=kept.batch.get("reward_baselines", None),
+            index=kept.non_tensor_batch.get("uid"),
             gamma=spec.gamma,
             lam=spec.lam,
             norm_adv_by_std=spec.norm_adv_by_std,
-            group=group,
+            group=self.model.groups.dp,
         )
-        columns = {
-            "token_level_scores": scores,
-            "token_level_rewards": rewards,
-            "advantages": result.advantages,
-            "returns": result.returns,
-        }
-        metrics = batch_metrics(data, columns, mask, group) | result.metrics
-        if kl_mean is not None and "critic/score/mean" in metrics:  # of no rows there is no KL
-            metrics |= {"actor/reward_kl_penalty": kl_mean, "actor/reward_kl_penalty_coeff": kl_coef}
-        return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
+        columns = [
+            torch.zeros_like(rewards).index_copy(0, rows, x.to(rewards.dtype))
+            for x in (result.advantages, result.returns)
+        ]
+        return Advantages(*columns, result.metrics)
+
+
+def without_truncated(data: DataProto, end_ids: tuple[int, ...] | None) -> DataProto:
+    """The batch with an all-zero `response_mask` in rows that were cut at the longest length; None: as it is.
+
+    Every mask that an update uses is this one, tool turns' holes included.
+    """
+    if end_ids is None:
+        return data
+    mask = data.batch["response_mask"].masked_fill(_left_out(data, end_ids)[:, None], 0)
+    return DataProto.from_dict({**data.batch, "response_mask": mask}, data.non_tensor_batch, data.meta_info)
+
+
+def _left_out(data: DataProto, end_ids: tuple[int, ...] | None) -> Tensor:
+    """[b] bool: the rows that count nowhere."""
+    if end_ids is None:
+        return data.batch["response_mask"].new_zeros(len(data), dtype=torch.bool)
+    return truncated_rows(data.batch["responses"], _response_attention(data), end_ids)
+
+
+def response_lengths(data: DataProto) -> Tensor:
+    """Tokens of each row's response [b], also those that do not count."""
+    return _response_attention(data).sum(-1)
+
+
+def _response_attention(data: DataProto) -> Tensor:
+    attention, width = data.batch["attention_mask"], data.batch["response_mask"].shape[1]
+    return attention[:, attention.shape[1] - width :]
 
 
 def batch_metrics(
-    data: DataProto, columns: dict[str, Tensor], mask: Tensor, group: torch.distributed.ProcessGroup
+    data: DataProto, columns: dict[str, Tensor], counts: Tensor, group: torch.distributed.ProcessGroup
 ) -> dict[str, float]:
     """verl's data metrics over the whole batch: scores, rewards, advantages, returns, values, lengths.
 
-    Sequence quantities are over samples, token quantities over response tokens. `critic/vf_explained_var` is
-    1 - Var(returns - values) / Var(returns), as verl has it.
+    Sequence quantities are over samples, token quantities over response tokens. Samples that do not count
+    (`counts` [b] False) are in the lengths only, and in `response_length/excluded_rows`.
+    `critic/vf_explained_var` is 1 - Var(returns - values) / Var(returns), as verl has it.
     """
+    mask = data.batch["response_mask"].bool()
     attention = data.batch["attention_mask"]
     prompt_width = attention.shape[1] - mask.shape[1]
-    responses = attention[:, prompt_width:].sum(-1)
+    responses = response_lengths(data)
     series = {
-        "critic/score": columns["token_level_scores"].sum(-1),
-        "critic/rewards": columns["token_level_rewards"].sum(-1),
+        "critic/score": columns["token_level_scores"].sum(-1)[counts],
+        "critic/rewards": columns["token_level_rewards"].sum(-1)[counts],
         "critic/advantages": columns["advantages"][mask],
         "critic/returns": columns["returns"][mask],
         "response_length": responses,
@@ -120,7 +208,11 @@ def batch_metrics(
     if "rollout_log_probs" in data.batch and "old_log_probs" in data.batch:
         gap = data.batch["rollout_log_probs"].exp() - data.batch["old_log_probs"].exp()
         series["training/rollout_probs_diff"] = gap[mask].abs()
-    return _summaries({name: part.double() for name, part in series.items()}, group)
+    totals = {"training/response_tokens": float(mask.sum())}
+    if not counts.all():
+        totals["response_length/excluded_rows"] = float((~counts).sum())
+    summaries = _summaries({name: part.double() for name, part in series.items()}, group)
+    return summaries | all_reduce_dict(totals, group)
 
 
 def _summaries(series: dict[str, Tensor], group: torch.distributed.ProcessGroup) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.workers.advantage import AdvantageWorker
+from rolemesh.engine.workers.advantage import AdvantageWorker, without_truncated
 from rolemesh.engine.workers.megatron import MegatronWorker, RoleSpec
 from rolemesh.engine.workers.metrics import combine_steps
 from rolemesh.kernels import loss_denominators, value_loss
@@ -20,12 +20,14 @@ from rolemesh.parallel.micro_batches import MicroBatch, response_index
 @dataclass(frozen=True)
 class ValueLoss:
     """The critic's objective: squared error to the returns, clipped around the old values by `value_clip`
-    (None: freely).
+    (None: freely). The other fields as in `PolicyLoss`.
     """
 
     value_clip: float | None = 0.5
     loss_agg: str = "token-mean"
+    norm_tokens: int | None = None
     epochs: int = 1
+    end_ids: tuple[int, ...] | None = None
 
 
 class CriticWorker(AdvantageWorker, MegatronWorker):
@@ -49,6 +51,7 @@ class CriticWorker(AdvantageWorker, MegatronWorker):
         Without `sizes` the whole batch is one mini-batch. Returns metrics over the whole batch, equal on
         every rank: `critic/vf_loss`, `critic/vf_clipfrac`, ...
         """
+        data = without_truncated(data, self.loss.end_ids)
         results = self.train_mini_batches(
             data, sizes, self.loss.epochs, ["response_mask", "values", "returns"], self._loss_of
         )
@@ -60,7 +63,9 @@ class CriticWorker(AdvantageWorker, MegatronWorker):
         self, mini_batch: DataProto
     ) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:
         mode = self.loss.loss_agg
-        denominators = loss_denominators(mini_batch.batch["response_mask"], mode, self.model.groups.dp)
+        denominators = loss_denominators(
+            mini_batch.batch["response_mask"], mode, self.model.groups.dp, norm_tokens=self.loss.norm_tokens
+        )
 
         def compute(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             c = micro_batch.columns

@@ -13,7 +13,7 @@ from torch import Tensor
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.remote.fingerprint import checkpoint_revision
-from rolemesh.engine.worker import Worker
+from rolemesh.engine.workers.checkpointed import CheckpointedWorker
 from rolemesh.kernels import linear_log_prob_and_entropy, raise_bad_labels
 from rolemesh.parallel.groups import make_groups
 from rolemesh.parallel.micro_batches import MicroBatch, micro_batches, response_index, unpack
@@ -40,7 +40,7 @@ class RoleSpec:
     temperature: float = 1.0
 
 
-class MegatronWorker(Worker):
+class MegatronWorker(CheckpointedWorker):
     """One rank of one Megatron role. Construction is cheap; `init_model` loads the weights (a collective
     call).
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rolemesh.parallel.checkpoint_error import CheckpointError, listed
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is incomplete or of another model; the message names the tensors."""
 
 
 class Checkpoint:
@@ -62,13 +59,6 @@ class Checkpoint:
     ) -> None:
         self._open.clear()
         self._exits.close()
-
-
-def listed(names: Iterable[str], limit: int = 8) -> str:
-    """Sorted names for a message, the first `limit` of them and how many more there are."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:

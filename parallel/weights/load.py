@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rolemesh.parallel.weights.checkpoint import Checkpoint, CheckpointError, listed
+from rolemesh.parallel.checkpoint_error import CheckpointError, listed
+from rolemesh.parallel.weights.checkpoint import Checkpoint
 from rolemesh.parallel.weights.families import family_map
 from rolemesh.parallel.weights.pieces import Cut, HfTensor
 from rolemesh.parallel.weights.plan import (

@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rolemesh.parallel.weights.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointError, listed
+from rolemesh.parallel.checkpoint_error import CheckpointError, listed
+from rolemesh.parallel.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 from rolemesh.parallel.weights.export import export_hf
 from rolemesh.parallel.weights.plan import Head, Owner, export_plan, hf_tensors
 from rolemesh.placement.layout import Layout
@@ -62,10 +63,12 @@ def save_hf(
     first = dist.get_rank() == 0
     dtype = next(iter(_tensors(model))).dtype
     files = shard_files(export_plan(shape, layout, head), dtype.itemsize, max_shard_bytes)
-    _together(lambda: _start(out_dir, partial) if first else None)
+    _together(lambda: start_folder(out_dir, partial) if first else None)
     try:
         _together(lambda: _write_shards(export_hf(model, shape, layout, groups, head=head), files, partial))
-        _together(lambda: _finish(shape, head, dtype, files, source, partial, out_dir) if first else None)
+        _together(
+            lambda: finish_folder(shape, head, dtype, files, source, partial, out_dir) if first else None
+        )
     finally:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -119,7 +122,8 @@ def _together(step: Callable[[], None]) -> None:
             raise failed
 
 
-def _start(out_dir: Path, partial: Path) -> None:
+def start_folder(out_dir: Path, partial: Path) -> None:
+    """Make the folder `partial` that is to become `out_dir`. Raises FileExistsError when that exists."""
     if out_dir.exists():
         raise FileExistsError(f"{out_dir} exists already: save into a new folder")
     shutil.rmtree(partial, ignore_errors=True)
@@ -145,7 +149,7 @@ def _write(shard: dict[str, Tensor], files: Mapping[str, str], folder: Path) -> 
     shard.clear()
 
 
-def _finish(
+def finish_folder(
     shape: ModelShape,
     head: Head,
     dtype: torch.dtype,
@@ -154,6 +158,10 @@ def _finish(
     partial: Path,
     out_dir: Path,
 ) -> None:
+    """Check the weights in `partial`, add index, configuration and tokenizer, and rename it to `out_dir`.
+
+    Raises CheckpointError naming the tensors that are missing or of another shape.
+    """
     expected = {name: tensor.shape for name, tensor in hf_tensors(shape, head).items()}
     written = _written_shapes(partial)
     if missing := expected.keys() - written.keys():

@@ -30,7 +30,7 @@ _REASONS = (
     (r"sleep|offload", "what waits in host memory is the planner's choice (pin: ROLE offload=true)"),
     (r"lora|target_modules|load_in_4bit", "adapters are not in this version"),
     (r"wandb|tensorboard|logging|perf$", "a run logs into its folder"),
-    (r"ckpt|checkpoint$|save_", "a run exports Hugging Face folders and does not resume"),
+    (r"ckpt|checkpoint$|save_", "a checkpoint always holds everything and converts to a Hugging Face folder"),
     (r"packing_samples|attn_implementation|flash_attn", "always so here"),
     (r"zpg|overlap_comm|grad_accum|deepcompile|ds_|deepspeed", "DeepSpeed's own: here Megatron trains"),
     (r"eval_|^label_key|template", "validation is greedy, prompts follow the tokenizer's template"),
@@ -171,6 +171,8 @@ def _run(said: Settings) -> dict[str, Any]:
         "seed": said.count("seed", 42),
         "validate_every": max(0, said.count("eval_steps", -1)) if "eval_dataset" in said else None,
         "save_every": max(0, save),
+        "keep_last": said.take("max_ckpt_num") if save > 0 else None,
+        "resume": "auto" if said.flag("load_checkpoint") else None,
     }
 
 

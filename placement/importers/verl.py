@@ -45,7 +45,7 @@ _REASONS = (
      "the engine's memory and batches are planned from model and lengths"),
     (r"profiler|\.trace\.", "profiling: a run writes its timeline"),
     (r"trainer\.(logger|project_name|experiment_name|log_val_generations)", "a run logs into its folder"),
-    (r"checkpoint|resume|ckpt|hdfs", "a run exports Hugging Face folders and does not resume"),
+    (r"checkpoint|resume|ckpt|hdfs", "a checkpoint always holds everything, on a disk that all nodes share"),
     (r"^ray_kwargs|nccl_timeout|ray_wait", "Ray is started by the run, with run.timeout_s"),
     (r"multi_turn|agent|tool_config|interaction", "several turns and tools are not in this version"),
     (r"use_remove_padding|balance_batch|use_dynamic_bsz", "always so here"),
@@ -176,13 +176,17 @@ def _run(said: Settings) -> dict[str, Any]:
     epochs = said.count("trainer.total_epochs", 30)
     if steps is not None:
         said.ignore("trainer.total_epochs", "trainer.total_training_steps says when to stop")
+    save_every = max(0, said.count("trainer.save_freq", -1))
+    mode, path = said.take("trainer.resume_mode"), said.take("trainer.resume_from_path")
     return {
         "dir": folder if isinstance(folder, str) and "$" not in folder else None,
         "steps": steps,
         "epochs": None if steps is not None else epochs,
         "seed": said.take("data.seed"),
         "validate_every": max(0, said.count("trainer.test_freq", -1)) if "data.val_files" in said else None,
-        "save_every": max(0, said.count("trainer.save_freq", -1)),
+        "save_every": save_every,
+        "keep_last": said.take("trainer.max_actor_ckpt_to_keep") if save_every else None,
+        "resume": {"auto": "auto", "resume_path": path}.get(mode),
     }
 
 

@@ -83,7 +83,7 @@ def advantage(role: str, reads: frozenset[str], kl_in: KlIn | None, reward: Rewa
         kind="infer",
         method="compute_advantage",
         reads=reads
-        | {"rm_scores", "response_mask", "attention_mask", "old_log_probs", "rollout_log_probs"}
+        | {"rm_scores", "responses", "response_mask", "attention_mask", "old_log_probs", "rollout_log_probs"}
         | ({"ref_log_prob"} if kl_in == "reward" else set())
         | ({"uid", "dropped"} if may_drop(reward) else set()),
         writes=frozenset({"token_level_scores", "token_level_rewards", "advantages", "returns"}),

@@ -79,10 +79,18 @@ CHANGES = {
     "run.device": "cuda",
     "run.address": "10.0.0.1:6379",
     "run.temp_dir": "elsewhere",
+    "run.best_metric": "val/score",
+    "run.resume": "elsewhere",
     "cluster.device": "h100-80",
     "data.train_files": "val.jsonl",
     "data.val_files": "train.jsonl",
     "data.prompt_key": "text",
+    "algorithm.name": "rloo",
+    "algorithm.file": "algo.py",
+    "algorithm.estimator": "rloo",
+    "algorithm.loss": "cispo",
+    "algorithm.rollout_correction.mask": "[0.5, 5.0]",
+    "algorithm.rollout_correction.reject": "[0.5, 5.0]",
     "actor.path": "other",
     "actor.optim.min_lr": "1e-7",
     "critic.optim.min_lr": "1e-7",
@@ -117,11 +125,19 @@ CHANGES = {
     "placement.pools.NAME.where.resources_per_worker": "{v100: 1}",
     "placement.pools.NAME.where.node_ip": "10.0.0.1",
 }
+SAVED = ["run.save_every=2", "run.validate_every=2", "run.keep_last=2"]
 # Keys that go with another, or take the place of one.
 WITH = {
     "reward.parts.NAME.kind": ["reward.parts.NAME.path=null"],
     "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
+    "run.keep_last": ["run.save_every=2"],
+    "run.keep_best": SAVED,
+    "run.best_metric": [*SAVED, "run.keep_best=1"],
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
+    "algorithm.norm_tokens": ["algorithm.loss_agg=seq-mean-token-sum-norm"],
+    "algorithm.overlong.penalty": ["algorithm.overlong.buffer_tokens=10"],
+    "algorithm.rollout_correction.max_weight": ["algorithm.rollout_correction.weights=token"],
+    "algorithm.rollout_correction.reject_by": ["algorithm.rollout_correction.reject=[0.5, 5.0]"],
     "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],
     "placement.pools.NAME.nodes": ["placement.pools.NAME.devices=null", "placement.pools.NAME.per_node=1"],
     "placement.pools.NAME.per_node": ["placement.pools.NAME.devices=null", "placement.pools.NAME.nodes=1"],
@@ -129,7 +145,7 @@ WITH = {
 LIVE = ClusterSpec((NodeSpec("a", 8, 8, "h100-80", {"kind": "big"}, {"v100": 8.0}, "10.0.0.1"),))
 STARTED = (
     "local_cluster", "joined_cluster", "ResourcePool", "ProcessPool", "create_pools", "RayClassWithInitArgs",
-    "RayWorkerGroup", "as_completed", "RunLog", "Trainer",
+    "RayWorkerGroup", "as_completed", "RunLog", "Trainer", "CheckpointStore", "Checkpoints",
 )  # fmt: skip
 
 
@@ -157,6 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, texts in (("train", "abcdef"), ("val", "ghi")):
         rows = [{"prompt": text * 3, "text": text} for text in texts]
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "algo.py").write_text("")
     (root / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
     return root
 
@@ -177,6 +194,7 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         started = MagicMock(**{f"{name}.side_effect": made for name, made in real.items()})
         started.local_cluster.side_effect = local_cluster
         started.RayWorkerGroup().init_model().timeout_s = 1.0
+        started.CheckpointStore().best.return_value = None
         started.joined_cluster.return_value = contextlib.nullcontext(LIVE)
         for name in (*STARTED, *real):
             patch.setattr(train, name, getattr(started, name))

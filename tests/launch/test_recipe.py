@@ -118,13 +118,13 @@ def test_an_unknown_key_names_the_one_that_was_meant(key: str, meant: str):
     ("text", "override", "reason"),
     [
         (GRPO, "critic.path=models/rm", "algorithm.name is grpo, which has no critic"),
-        (GRPO, "algorithm.lam=0.9", "algorithm.name is grpo, which has no critic"),
+        (GRPO, "algorithm.lam=0.9", "algorithm.name grpo), which has no critic"),
         (GRPO, "algorithm.kl.coef=0.1", "algorithm.kl.in is none"),
         (GRPO, "ref.dtype=float16", "algorithm.kl.in is none"),
         (GRPO, "reward.layout.tp=2", "reward.path is a function"),
         (GRPO, "data.val_prompts=8", "data.val_files is empty"),
         (PPO, "reward.workers=4", "reward.path is a model"),
-        (PPO, "algorithm.norm_adv_by_std=false", "algorithm.name is ppo"),
+        (PPO, "algorithm.norm_adv_by_std=false", "algorithm.estimator is gae"),
         (PPO, "actor.optim.min_lr=1e-7", "actor.optim.decay is constant"),
         (PPO, "placement.strategy=split", "placement.pools says which roles go where"),
     ],
@@ -142,7 +142,7 @@ def test_steps_and_epochs_exclude_each_other():
 @pytest.mark.parametrize(
     "override",
     [
-        "run.resume=auto", "run.keep_last=2", "ref.stream=true", "schedule.staleness=1",
+        "ref.stream=true", "schedule.staleness=1",
         "placement.pools.actor_side.python=py",
     ],
 )  # fmt: skip
@@ -150,6 +150,21 @@ def test_what_comes_in_a_later_version_is_refused_by_name(override: str):
     message = error_of(PPO, override)
     assert override.split("=")[0] in message
     assert "not in this version" in message
+
+
+def test_a_path_to_resume_from_is_absolute_and_auto_is_a_word():
+    assert parse_recipe(PPO, Path("/there"), ["run.resume=auto"]).run.resume == "auto"
+    recipe = parse_recipe("run: {resume: a/step_3}" + PPO, Path("/there"))
+    assert recipe.run.resume == "/there/a/step_3"
+
+
+def test_the_best_checkpoint_needs_a_score_of_each_step_that_is_saved():
+    saved = ("run.save_every=10", "run.keep_last=1", "run.keep_best=1")
+    assert "data.val_files" in error_of(PPO, "data.val_files=[]", *saved)
+    message = error_of(PPO, "data.val_files=[a.jsonl]", *saved, "run.validate_every=4")
+    assert "run.validate_every to a divisor of run.save_every" in message
+    assert "every checkpoint is kept" in error_of(PPO, "run.save_every=10", "run.keep_best=1")
+    assert "no checkpoints" in error_of(PPO, "run.save_every=0", "run.keep_last=1")
 
 
 def test_ppo_without_a_critic_is_an_error_and_no_silent_copy():

@@ -96,7 +96,7 @@ def test_what_an_estimator_lacks_is_named():
         )
     with pytest.raises(ValueError, match="for each of 2 rows, got 1"):
         advantage_estimator("grpo")(token_level_rewards=rewards, response_mask=rewards, index=["a"])
-    with pytest.raises(ValueError, match="'nope'; there are gae, grpo"):
+    with pytest.raises(ValueError, match="'nope'; there are gae, grpo, "):
         advantage_estimator("nope")
     with pytest.raises(ValueError, match="'gae' is in"):
         register_estimator("gae")(gae_advantage_return)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written aside, verified, kept or removed, found again."""

@@ -1,0 +1,39 @@
+"""`rolemesh convert`: a trained role of a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rolemesh.engine.checkpoint.manifest import MANIFEST, Manifest
+from rolemesh.engine.checkpoint.saver import HF, read_state
+from rolemesh.engine.checkpoint.store import FOLDER, newest_good
+from rolemesh.parallel.weights import CheckpointError, convert
+
+
+def convert_checkpoint(checkpoint: Path, out: Path, role: str = "actor") -> Iterator[str]:
+    """Write `role` of a checkpoint into the new folder `out`; yields lines about it, first which one it is.
+
+    `checkpoint` is a checkpoint, or a run folder, whose newest good one is taken. Every file is verified
+    first.
+
+    Raises CheckpointError for one that is damaged, not finished, or without the role.
+    """
+    path = checkpoint
+    if not (path / MANIFEST).exists() and (path / FOLDER).is_dir():
+        found = newest_good(path / FOLDER)
+        yield from (f"skipped {reason}" for reason in found.skipped)
+        if found.path is None:
+            raise CheckpointError(f"{path / FOLDER} has no good checkpoint")
+        path = found.path
+    else:
+        Manifest.read(path).check(path)
+    state = read_state(path)
+    if role not in state["roles"]:
+        raise CheckpointError(f"{path} has no role {role}; it has {', '.join(sorted(state['roles']))}")
+    saved = state["roles"][role]
+    yield f"{role} after step {state['step']}, {saved['dtype']}: {path}"
+    convert(path / role, path / HF / role, out, head=saved["head"], dtype=getattr(torch, saved["dtype"]))
+    yield f"Hugging Face folder: {out}"

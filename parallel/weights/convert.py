@@ -1,0 +1,118 @@
+"""A sharded checkpoint to a Hugging Face folder: one process, a tensor at a time, no process group."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from rolemesh.parallel.checkpoint_error import CheckpointError, listed
+from rolemesh.parallel.weights.pieces import HfTensor
+from rolemesh.parallel.weights.plan import Head, export_plan, hf_tensors
+from rolemesh.parallel.weights.save import finish_folder, shard_files, start_folder
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.model import ModelShape
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def convert(
+    folder: str | Path,
+    source: str | Path,
+    out_dir: str | Path,
+    *,
+    head: Head = "lm",
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write the weights in `folder` (as `parallel.checkpoint` saves them) as the new folder `out_dir`.
+
+    `source` has the model's `config.json` and its tokenizer, which go along. Held in memory are one tensor in
+    fp32 and its copy in `dtype`.
+
+    Raises FileExistsError when `out_dir` exists, CheckpointError naming the tensors that are missing or of
+    another shape.
+    """
+    folder, source, out_dir = Path(folder), Path(source), Path(out_dir)
+    shape = ModelShape.from_config(json.loads((source / "config.json").read_text()))
+    tensors = hf_tensors(shape, head)
+    reader = _Reader(folder)
+    _check(folder, reader.read_metadata(), tensors)
+    files = shard_files(export_plan(shape, Layout(), head), dtype.itemsize, max_shard_bytes)
+    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    start_folder(out_dir, partial)
+    try:
+        for file in dict.fromkeys(files.values()):
+            inside = [tensors[name] for name in files if files[name] == file]
+            write_safetensors(partial / file, inside, dtype, (_read(reader, tensor) for tensor in inside))
+        finish_folder(shape, head, dtype, files, source, partial, out_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_safetensors(
+    path: Path, tensors: Iterable[HfTensor], dtype: torch.dtype, values: Iterable[Tensor]
+) -> None:
+    """Write a safetensors file of `tensors` in `dtype` from `values`, in the same order, one at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        end = at + torch.Size(tensor.shape).numel() * dtype.itemsize
+        header[tensor.name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in values:
+            file.write(value.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _check(folder: Path, metadata: Metadata, tensors: Mapping[str, HfTensor]) -> None:
+    held = {
+        name: tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    if missing := [name for name in tensors if _key(name) not in held]:
+        raise CheckpointError(f"{folder} is incomplete: it lacks {listed(missing)}")
+    wrong = [
+        f"{name} {held[_key(name)]} (the configuration says {tensor.shape})"
+        for name, tensor in tensors.items()
+        if held[_key(name)] != tensor.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder} is of another model: {listed(wrong)}")
+
+
+def _read(reader: FileSystemReader, tensor: HfTensor) -> Tensor:
+    value = torch.empty(tensor.shape)
+    dcp.load({_key(tensor.name): value}, storage_reader=reader, no_dist=True)
+    return value
+
+
+def _key(name: str) -> str:
+    return f"param.{name}"
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata once for all tensors."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
