@@ -97,6 +97,8 @@ class AdvantageWorker(Worker):
             "returns": result.returns,
         }
         metrics |= batch_metrics(data, columns, counts, group) | result.metrics
+        if "critic/score/mean" not in metrics:  # of no rows there is no KL
+            metrics = {name: value for name, value in metrics.items() if "reward_kl_penalty" not in name}
         if not metrics["training/response_tokens"]:
             warnings.warn("no response token of this batch counts: its losses are 0", stacklevel=2)
         if "rollout_log_probs" in data.batch and "old_log_probs" in data.batch:
