@@ -2,7 +2,7 @@
 #   TORCH_INDEX=URL   index to take torch from (a CPU or CUDA build, as PyTorch's installation page lists them)
 #   PYTHON=python3.12 the Python that .venv is made with
 #   TESTS="..."       pytest marker expression of `make test`
-#   WORKERS=N         processes that run the fast tests of `make check`
+#   WORKERS=N         processes that run tests side by side; those that must run alone come after
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -32,7 +32,8 @@ quickstart: $(ASSETS)/.made
 	$(BIN)/rolemesh train examples/quickstart.yaml
 
 test: setup vllm
-	$(BIN)/python -m pytest -m "$(TESTS)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "($(TESTS)) and not alone"
+	$(BIN)/python -m pytest -m "($(TESTS)) and alone"
 
 test-slow: setup vllm
 	$(BIN)/python -m pytest -m slow

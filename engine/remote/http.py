@@ -314,7 +314,8 @@ class Client:
         try:
             async with asyncio.timeout(limits.total_s):
                 response, body = await self._exchange(url, content, headers)
-            answered = response.status_code < 500
+            # 500: it ran, and failed on what was in the request. The other 5xx say that it cannot run.
+            answered = response.status_code <= 500
             result = self._read(url, response, body, read)
             self._latencies_s.append(time.monotonic() - start_s)
             return result

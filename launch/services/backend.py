@@ -14,7 +14,7 @@ class ServeError(RuntimeError):
 
 
 class UnfitError(ValueError):
-    """A sample that this model cannot take; the message names the sample and the limit."""
+    """A sample that this model cannot score, now or later; the message names the sample and why."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rolemesh.engine.remote.forms import Sample
 from rolemesh.engine.rewards.pool import ScorerPool
-from rolemesh.launch.services.backend import Job, Kind, ServeError
+from rolemesh.launch.services.backend import Job, Kind, ServeError, UnfitError
 
 
 class ScorerFile:
@@ -63,9 +63,9 @@ class ScorerFile:
                 score, extra = outcome.value
                 if math.isfinite(score):
                     return score, extra
-                return ArithmeticError(f"sample {sample_id}: {self.model} returned {score}")
+                return UnfitError(f"sample {sample_id}: {self.model} returned {score}")
             case "error":
-                return RuntimeError(f"sample {sample_id}: {self.model} failed:\n{outcome.value}")
+                return UnfitError(f"sample {sample_id}: {self.model} failed:\n{outcome.value}")
             case kind:
                 if self.default_score is not None:
                     return self.default_score, {"scorer_failed": 1}

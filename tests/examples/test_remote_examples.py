@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("run.steps=1", "batch.prompts=16", "batch.mini_batch_samples=8", "data.val_prompts=16")
 JUDGE = """
     def answer(request, text):
+        if "The number: " not in text:  # the question at the start, whether it is there
+            return "0"
         number = text.split("The number: ")[1].split(">")[0]
         answer = text.split("The pupil's answer: ")[1].split("\\n")[0].strip()
         right = "".join(str((int(digit) + 1) % 10) for digit in number)

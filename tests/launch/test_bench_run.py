@@ -8,7 +8,7 @@ from tiny import tiny_checkpoint
 
 from rolemesh.launch.bench import bench
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(580)]
 SPEC = Path(__file__).parents[2] / "examples" / "bench" / "local_cpu.yaml"
 
 

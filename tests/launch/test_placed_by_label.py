@@ -25,7 +25,7 @@ from rolemesh.launch.progress import Progress
 from rolemesh.placement.pools import PlacementError
 from tests.tiny import tiny_checkpoint
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(400)]
 
 
 class Seated(Worker):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolemesh.kernels.forms import form_of
 from rolemesh.placement.timeline import Timeline
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(400)]
 
 LINEAR = "linear_log_prob_and_entropy"
 REWARD = """

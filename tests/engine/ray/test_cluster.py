@@ -25,7 +25,7 @@ from rolemesh.engine.ray.cluster import (
 )
 from rolemesh.engine.ray.session import SessionError, session_directory
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 LAUNCHER = {
     "RANK": "5",

@@ -19,7 +19,7 @@ from rolemesh.engine.ray.process_pool import ProcessPool
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from rolemesh.engine.worker import Worker
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 
 class Fragile(Worker):

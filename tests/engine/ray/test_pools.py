@@ -16,7 +16,7 @@ from rolemesh.engine.roles import Role
 from rolemesh.engine.worker import Worker
 from rolemesh.placement.pools import PlacementError, Where
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 
 class Probe(Worker):

@@ -28,7 +28,7 @@ from rolemesh.placement.steps import step_graph
 from rolemesh.placement.timeline import Timeline
 from tests.tiny import char_tokenizer, tiny_checkpoint
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 N_ROWS, SAMPLES = 12, 4
 SCORER = """

@@ -12,7 +12,7 @@ from rolemesh.engine.ray.cluster import joined_cluster
 from rolemesh.engine.ray.survey import survey
 from rolemesh.placement.cluster import ClusterSpec
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from rolemesh.kernels.forms import form_of
 from rolemesh.placement.layout import Layout, LayoutError
 from rolemesh.placement.pools import PlacementError
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 
 class Plain(Worker):

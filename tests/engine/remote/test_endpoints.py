@@ -177,6 +177,18 @@ def test_a_server_that_is_loading_is_waited_for():
         assert client.wait_ready() == {server.url: {}}
 
 
+def test_failures_on_what_was_asked_do_not_take_the_endpoint_away():
+    """A scorer that fails on some samples answers the others still."""
+    script = ",".join(["500"] * 3 * FAILURES_TO_OPEN + ["ok"])
+    with faulty_server("--script", script) as server, Client([server.url], Limits(retries=0)) as client:
+        for _ in range(3 * FAILURES_TO_OPEN):
+            with pytest.raises(RemoteError, match="status 500") as failed:
+                client.run(ask_all(client, 1))
+            assert failed.value.of_content
+        assert client.run(ask_all(client, 1)) == [[right_score("text 0")]]
+        assert client.endpoints.all[0].state == "closed"
+
+
 @pytest.mark.full
 def test_a_dead_endpoint_costs_retries_and_no_answers(caplog):
     dead = f"http://127.0.0.1:{free_port()}/get_reward"

@@ -87,8 +87,8 @@ def test_only_the_token_opens_and_it_is_never_printed(server):
         (json.dumps({"text": "x"}).encode(), 422, "it needs"),
         (json.dumps({"query": ["x"] * 9}).encode(), 413, "9 samples; at most 8"),
         (b'"' + b"x" * (1 << 20) + b'"', 413, "above 1048576 bytes"),
-        (json.dumps(slime("fail")).encode(), 500, "this sample is bad"),
-        (json.dumps(slime("nan")).encode(), 500, "returned nan"),
+        (json.dumps(slime("fail")).encode(), 422, "this sample is bad"),
+        (json.dumps(slime("nan")).encode(), 422, "returned nan"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_with_the_reason(client, body, status, says):
