@@ -7,6 +7,7 @@ from fractions import Fraction
 from rolemesh.launch.algorithm_rules import check_algorithm, useless_algorithm_keys
 from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.loggers import useless_logger_keys
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.strategies import check_roles
@@ -26,7 +27,7 @@ def check_across(recipe: Recipe) -> None:
             "or use grpo"
         )
     check_algorithm(recipe)
-    check_checkpoints(recipe)
+    check_checkpoints(recipe.run, recipe.data.val_files)
     for axis in ROLLOUT_AXES if recipe.rollout.engine == "hf" else ():
         if (size := getattr(recipe.rollout.layout, axis)) not in (None, False, 1):
             raise RecipeError(
@@ -43,7 +44,11 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
     def mark(reason: str, *paths: str) -> None:
         idle.update(dict.fromkeys(paths, reason))
 
-    for path, reason in (*useless_algorithm_keys(recipe), *useless_checkpoint_keys(recipe)):
+    for path, reason in (
+        *useless_algorithm_keys(recipe),
+        *useless_checkpoint_keys(recipe.run),
+        *useless_logger_keys(recipe.run),
+    ):
         mark(reason, path)
     if not recipe.has_critic:
         reason = f"algorithm.name is {recipe.algorithm.name}, which has no critic"
