@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rolemesh.engine.loggers import OFFLINE, RunInfo, logger_problems
-from rolemesh.engine.loggers.secrets import without_secrets
+from rolemesh.engine.loggers.secrets import hide, without_secrets
 from rolemesh.launch.schema import Run
 
 
@@ -34,9 +34,8 @@ def run_info(
     """What the loggers of a run are told; `recipe` is its text, `done` the steps of before a resume."""
     folder = Path(run.dir)
     config = dict(_leaves(without_secrets(yaml.safe_load(recipe) or {})))
-    return RunInfo(
-        folder, run.project, run.name or folder.name, config, steps, done, shown, run.log_offline, write
-    )
+    project, name = hide(run.project), hide(run.name or folder.name)
+    return RunInfo(folder, project, name, config, steps, done, shown, run.log_offline, write)
 
 
 def without_recipe_secrets(recipe: str) -> str:
