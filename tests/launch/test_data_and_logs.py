@@ -29,7 +29,7 @@ def init(**settings):
 """
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return {"score": float(len(solution_str)), "acc": data_source == "long"}
+    return float(len(solution_str))
 """
 SECRET = "a-secret-api-key"
 
@@ -107,8 +107,9 @@ def test_every_step_counts_prompts_and_epochs_and_validation_is_per_source(folde
     # 0.5 * 6 + 2 * 4 = 11 prompts of an epoch, in batches of 4
     assert [row["training/epoch"] for row in steps[1:]] == [0, 0, 0, 1, 1, 1]
     for step in (0, 6):
-        assert steps[step]["val-core/long/acc/mean@1"] == 1.0
-        assert steps[step]["val-core/val/acc/mean@1"] == 0.0
+        for source in ("long", "val"):
+            mean = steps[step][f"val/reward/{source}/mean"]
+            assert steps[step][f"val-core/{source}/reward/mean@1"] == mean
         table = [json.loads(line) for line in (folder / "run" / "samples" / f"step_{step}.jsonl").open()]
         assert Counter(row["source"] for row in table) == {"val": 2, "long": 4}
         mean = sum(row["score"] for row in table if row["source"] == "long") / 4
