@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.loggers import Loggers, RunInfo
 from rolemesh.placement.timeline import TimelineFile
 
 
 class RunLog:
-    """The files of one run's folder, which exists."""
+    """The files of one run's folder, which exists; metrics and samples go to the loggers too.
 
-    def __init__(self, path: str | Path) -> None:
+    Without `loggers` the metrics are written as `metrics.jsonl`.
+    """
+
+    def __init__(self, path: str | Path, loggers: Loggers | None = None) -> None:
         self.path = Path(path)
+        self.loggers = loggers or Loggers(["jsonl"], RunInfo(self.path))
         (self.path / "samples").mkdir(exist_ok=True)
         self.timeline = TimelineFile(self.path / "timeline.json")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step's metrics as a line of JSON; a value that is not finite is written as null."""
-        row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in sorted(metrics.items())}}
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Give one step's metrics to the loggers."""
+        self.loggers.metrics(step, metrics)
 
     def save_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write validation samples of one step, a line of JSON each."""
+        rows = list(rows)
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
         (self.path / "samples" / f"step_{step}.jsonl").write_text("\n".join(lines) + "\n")
+        self.loggers.samples(step, rows)
 
     def export_dir(self, step: int, role: str) -> str:
         """Where the model of `role` after `step` is exported in Hugging Face form."""

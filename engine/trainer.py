@@ -18,9 +18,9 @@ from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.controller import Arguments, Controller, NoProgress, Progress, StepResult
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.run_log import RunLog
+from rolemesh.engine.validation import extra_columns, sample_table, validation_metrics
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.mini_batches import MiniBatchPlan, plan_mini_batches
-from rolemesh.parallel.weights import CheckpointError
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.layout import Layout
 
@@ -65,6 +65,7 @@ class Resumable(Protocol):
 class Trainer:
     """Everything a run needs, put together: `groups[role]` are live worker groups whose models are loaded.
 
+    `data_metrics` are reported with each step: how many prompts there are and were left out.
     `store` puts a batch into the object store and returns its handle; `fetch` brings a handle's batch to
     the driver. `loader` says where in the data `prompts` stand (None: a run that does not resume). `done`
     steps lie behind. `stopping` says whether someone asked the run to end early.
@@ -85,6 +86,7 @@ class Trainer:
     loader: Resumable | None = None
     checkpoints: Checkpoints | None = None
     stopping: Callable[[], bool] = lambda: False
+    data_metrics: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
 
     def fit(self) -> int:
@@ -126,23 +128,18 @@ class Trainer:
         """
         if self.checkpoints is None:
             return
-        start = time.perf_counter()
-        failed = self.checkpoints.poll()
-        due = failed or _due(self.done, self.spec.save_every) or (last and self.spec.save_every > 0)
-        if due or stop:
-            state = {
-                "kl": self.kl.value,
-                "data": None if self.loader is None else dict(self.loader.state_dict()),
-            }
-            score = metrics.get(self.spec.best_metric) if self.spec.best_metric else None
-            self.checkpoints.save(self.done, state, score)
-            metrics["timing_s/save_checkpoint"] = time.perf_counter() - start
-        if (last or stop) and self.checkpoints.settle():
-            raise CheckpointError(f"the last checkpoint, of step {self.done}, was not saved")
+        state = {"kl": self.kl.value, "data": None if self.loader is None else dict(self.loader.state_dict())}
+        score = metrics.get(self.spec.best_metric) if self.spec.best_metric else None
+        seconds = self.checkpoints.end_step(
+            self.done, state, score, every=self.spec.save_every, last=last, stop=stop
+        )
+        if seconds is not None:
+            metrics["timing_s/save_checkpoint"] = seconds
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the algorithm on the next prompts; returns its metrics."""
         start = time.perf_counter()
+        epoch = {} if self.loader is None else {"training/epoch": float(self.loader.state_dict()["epoch"])}
         batch = self.next_batch(step)
         graph = self.graph
         if step <= self.spec.critic_warmup:
@@ -165,6 +162,7 @@ class Trainer:
         tokens = sum(result.batch.tokens or ())
         metrics |= {f"timing_s/{name}": value for name, value in result.timing_s.items()}
         return metrics | {
+            **epoch,
             "timing_s/step": seconds,
             "training/global_step": step,
             "training/rows": result.batch.n_rows,
@@ -191,35 +189,14 @@ class Trainer:
         prompts = self.val_prompts
         prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))], dtype=object)
         result = self._run(graph, self.store(prompts), step, greedy=True)
-        columns = ["prompts", "responses", "response_mask", "rm_scores", "dropped"]
-        data = self.fetch(result.batch.select(name for name in columns if name in result.batch.columns))
-        scores = data.batch["rm_scores"].sum(-1).tolist()
-        if "dropped" in data.batch:
-            scores = [None if lost else s for s, lost in zip(scores, data.batch["dropped"], strict=True)]
-        rows = zip(self._texts(data), scores, strict=True)
-        self.log.save_samples(step, ({"prompt": p, "response": r, "score": s} for (p, r), s in rows))
-        lengths = data.batch["response_mask"].sum(-1).double()
-        known = [score for score in scores if score is not None]
-        metrics = {"val/response_length/mean": lengths.mean().item()}
-        return metrics | ({"val/reward/mean": float(np.mean(known))} if known else {})
+        data = self.fetch(result.batch)
+        extras = extra_columns(data, prompts)
+        self.log.save_samples(step, sample_table(data, self.tokenizer, extras))
+        return validation_metrics(data, extras)
 
     def export(self, step: int) -> None:
         """Write the actor as a Hugging Face folder."""
         self.groups["actor"].save_hf(self.log.export_dir(step, "actor"))
-
-    def _texts(self, data: DataProto) -> list[tuple[str, str]]:
-        """Prompt and response of each row as text, without padding."""
-        kept = data.batch["response_mask"].bool()
-        special = torch.tensor(self.tokenizer.all_special_ids)
-        return [
-            (
-                str(self.tokenizer.decode(prompt[~torch.isin(prompt, special)].tolist())),
-                str(self.tokenizer.decode(response[keep].tolist())),
-            )
-            for prompt, response, keep in zip(
-                data.batch["prompts"], data.batch["responses"], kept, strict=True
-            )
-        ]
 
     def _checked_run(self, graph: StepGraph, batch: BatchRef, step: int) -> StepResult:
         """Run a step; the first one stops where actor and reference are further apart than expected, before
@@ -307,7 +284,7 @@ class Trainer:
         return [row for row, uid in enumerate(uids) if uid not in dropped]
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.log.metrics(step, metrics)
+        self.log.metrics(step, {**self.data_metrics, **metrics})
         self.on_step(step, metrics)
 
 

@@ -80,8 +80,8 @@ def _train(
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     recipe = case.recipes[predicted.strategy]
-    run = replace(recipe.run, dir=str(folder / "run"), steps=limits.steps)
-    recipe = replace(recipe, run=run, given=recipe.given | {"run.dir", "run.steps"})
+    run = replace(recipe.run, dir=str(folder / "run"), steps=limits.steps, loggers=("console", "jsonl"))
+    recipe = replace(recipe, run=run, given=recipe.given | {"run.dir", "run.steps", "run.loggers"})
     (folder / "cell.yaml").write_text(to_yaml(recipe))
     (folder / "cell_plan.yaml").write_text(predicted.plan.to_yaml())
     command = [sys.executable, "-m", "rolemesh.launch", "train", str(folder / "cell.yaml")]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rolemesh.engine.data.files import DataError, columns_and_rows, data_files, rows_per_source
+from rolemesh.engine.data.sources import check_weights
 from rolemesh.launch.algorithm_rules import algorithm_notes
 from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, updates
 from rolemesh.launch.checkpoint_rules import Resume, find_checkpoint
 from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
-from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.fields import RecipeError, Section
 from rolemesh.launch.live_cluster import live_cluster
+from rolemesh.launch.loggers import absent_loggers
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on
 from rolemesh.launch.reward_keys import Scorer, scorers
 from rolemesh.launch.roles import Ref
-from rolemesh.launch.schema import Recipe
+from rolemesh.launch.schema import Cluster, Recipe, Run
 from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
 from rolemesh.placement.plan import PlacementPlan
@@ -47,7 +49,8 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     says about its cluster counts.
     """
     report = CheckReport(notes=[*algorithm_notes(recipe)])
-    report.problems += [*_files(recipe), *_reward_functions(recipe), *_services(recipe)]
+    report.problems += [*absent_files(recipe.data), *_reward_functions(recipe), *_services(recipe)]
+    report.problems += absent_loggers(recipe.run)
     if not report.problems:
         _check_prompts(recipe, report)
     checkpoints = _read_models(recipe, report)
@@ -58,7 +61,7 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     except (RecipeError, *PLANNING_ERRORS) as error:
         report.problems.append(f"placement: {error}")
     if not offline:
-        _find_checkpoint(recipe, report)
+        resume_from(recipe.run, report)
     if report.plan is not None:
         report.problems += not_runnable(report.plan)
         report.lines += report.plan.summary()
@@ -66,21 +69,23 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     return report
 
 
-def _find_checkpoint(recipe: Recipe, report: CheckReport) -> None:
+def resume_from(run: Run, report: CheckReport) -> None:
+    """Find the checkpoint to go on from, and say so."""
     try:
-        report.resume = find_checkpoint(recipe)
+        report.resume = find_checkpoint(run)
         report.lines += report.resume.lines
     except CheckpointError as error:
         report.problems.append(f"run.resume: {error}")
 
 
-def _files(recipe: Recipe) -> Iterator[str]:
+def absent_files(data: Section) -> Iterator[str]:
+    """What is wrong with the files that the data section names."""
     for name in ("train_files", "val_files"):
-        for path in getattr(recipe.data, name):
-            if not Path(path).is_file():
-                yield f"data.{name}: no file {path}"
-            elif Path(path).suffix not in (".jsonl", ".parquet"):
-                yield f"data.{name}: {path} is neither .jsonl nor .parquet"
+        for path in getattr(data, name):
+            try:
+                data_files(path)
+            except DataError as error:
+                yield f"data.{name}: {error}"
 
 
 def _services(recipe: Recipe) -> Iterator[str]:
@@ -126,7 +131,7 @@ def _check_prompts(recipe: Recipe, report: CheckReport) -> None:
     for name in ("train_files", "val_files"):
         counts[name] = 0
         for path in getattr(recipe.data, name):
-            columns, rows = _columns_and_rows(Path(path))
+            columns, rows = columns_and_rows(path)
             counts[name] += rows
             if recipe.data.prompt_key not in columns:
                 report.problems.append(
@@ -135,9 +140,15 @@ def _check_prompts(recipe: Recipe, report: CheckReport) -> None:
                 )
     if counts["train_files"] == 0:
         report.problems.append("data.train_files hold no prompts")
-    else:
+        return
+    try:
+        if recipe.data.weights:
+            rows_of = rows_per_source(recipe.data.train_files)
+            counts["train_files"] = check_weights(rows_of, recipe.data.weights)
         report.lines.append(epoch_line(recipe, counts["train_files"]))
         report.problems += _decays(recipe, updates(recipe, total_steps(recipe, counts["train_files"])))
+    except DataError as error:
+        report.problems.append(str(error))
 
 
 def _decays(recipe: Recipe, n_updates: int) -> Iterator[str]:
@@ -148,18 +159,6 @@ def _decays(recipe: Recipe, n_updates: int) -> Iterator[str]:
                 f"{role}.optim.warmup_steps is {optim.warmup_steps}, but the run has {n_updates} updates: "
                 f"the {optim.decay} decay would never begin"
             )
-
-
-def _columns_and_rows(path: Path) -> tuple[list[str], int]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(path) as file:
-            return list(file.schema_arrow.names), file.metadata.num_rows
-    with path.open() as lines:
-        first = next((line for line in lines if line.strip()), None)
-        rows = (first is not None) + sum(1 for line in lines if line.strip())
-    return (list(json.loads(first)) if first else []), rows
 
 
 def _read_models(recipe: Recipe, report: CheckReport) -> dict[str, Checkpoint]:
@@ -235,46 +234,43 @@ def _plan(
 ) -> PlacementPlan | None:
     shapes = {role: checkpoint.shape for role, checkpoint in checkpoints.items()}
     if recipe.run.address is not None and not offline:
-        return plan_on(recipe, _live_cluster(recipe, report), shapes)
+        return plan_on(recipe, live_devices(recipe.run, recipe.cluster, report), shapes)
     if any(pool.where != type(pool.where)() for pool in recipe.placement.pools.values()):
         if not offline:
             raise RecipeError("`where` chooses among the nodes of a Ray cluster: set run.address")
         report.notes.append("placement: `where` is checked on the live cluster only")
         return None
-    kind, gpus = _local_devices(recipe, offline)
-    if recipe.cluster.nodes > 1 and not offline:
-        raise RecipeError(
-            f"cluster.nodes is {recipe.cluster.nodes}, but without run.address a run has this machine alone: "
-            "give the address of a Ray cluster, or `check --offline`"
-        )
-    if kind == "cuda" and not offline:
-        wanted = recipe.cluster.per_node or gpus
-        if gpus == 0 or wanted > gpus:
-            raise RecipeError(
-                f"{wanted or 'at least 1'} GPUs are wanted, torch sees {gpus} (`rolemesh doctor`)"
-            )
+    kind, gpus = local_devices(recipe.run, recipe.cluster, offline)
     cluster = expected_cluster(recipe, kind, shapes, gpus)
     plan = plan_on(recipe, cluster, shapes)
     report.notes += [f"node {name}: {count} of its devices stay unused" for name, count in plan.idle.items()]
     return plan
 
 
-def _live_cluster(recipe: Recipe, report: CheckReport) -> ClusterSpec:
-    cluster = live_cluster(str(recipe.run.address))
-    if recipe.run.device not in ("auto", cluster.device_kind):
+def live_devices(run: Run, expected: Cluster, report: CheckReport) -> ClusterSpec:
+    """The Ray cluster at `run.address`; the report notes where it isn't the expected one."""
+    cluster = live_cluster(str(run.address))
+    if run.device not in ("auto", cluster.device_kind):
         raise RecipeError(
-            f"run.device is {recipe.run.device}, but the cluster at {recipe.run.address} has "
-            f"{cluster.device_kind} devices"
+            f"run.device is {run.device}, but the cluster at {run.address} has {cluster.device_kind} devices"
         )
-    wanted = recipe.cluster.nodes * (recipe.cluster.per_node or 0)
+    wanted = expected.nodes * (expected.per_node or 0)
     if wanted and cluster.n_devices != wanted:
         report.notes.append(f"cluster says {wanted} devices, the live one has {cluster.n_devices}")
     return cluster
 
 
-def _local_devices(recipe: Recipe, offline: bool) -> tuple[DeviceKind, int]:
-    """Kind of device, and how many GPUs this machine has (0 when that doesn't count)."""
-    run, cluster = recipe.run.device, recipe.cluster.device
+def local_devices(keys: Run, expected: Cluster, offline: bool) -> tuple[DeviceKind, int]:
+    """Kind of device, and how many GPUs this machine has (0 when that doesn't count).
+
+    Raises RecipeError for more than this machine has.
+    """
+    run, cluster = keys.device, expected.device
+    if expected.nodes > 1 and not offline:
+        raise RecipeError(
+            f"cluster.nodes is {expected.nodes}, but without run.address a run has this machine alone: "
+            "give the address of a Ray cluster, or `check --offline`"
+        )
     if run != "auto" and cluster is not None and (run == "cpu") != (cluster == "cpu"):
         raise RecipeError(f"run.device is {run}, but cluster.device is {cluster}: leave one of them out")
     if "cpu" in (run, cluster):
@@ -285,4 +281,6 @@ def _local_devices(recipe: Recipe, offline: bool) -> tuple[DeviceKind, int]:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (gpus or named) and ((wanted := expected.per_node or gpus) > gpus or gpus == 0):
+        raise RecipeError(f"{wanted or 'at least 1'} GPUs are wanted, torch sees {gpus} (`rolemesh doctor`)")
     return ("cuda" if gpus or named else "cpu"), gpus

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rolemesh.engine.checkpoint.manifest import MANIFEST, Manifest
 from rolemesh.engine.checkpoint.store import FOLDER, newest_good
 from rolemesh.launch.fields import RecipeError
-from rolemesh.launch.schema import Recipe
+from rolemesh.launch.schema import Run
 from rolemesh.parallel.checkpoint_error import CheckpointError
 
 
@@ -21,9 +21,8 @@ class Resume:
     lines: tuple[str, ...] = ()
 
 
-def useless_checkpoint_keys(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Keys of checkpoints that count for nothing in this recipe, with the reason."""
-    run = recipe.run
+def useless_checkpoint_keys(run: Run) -> Iterator[tuple[str, str]]:
+    """Keys of checkpoints that count for nothing in this run, with the reason."""
     if run.save_every == 0:
         for name in ("keep_last", "keep_best", "best_metric"):
             yield f"run.{name}", "run.save_every is 0, so there are no checkpoints to choose from"
@@ -34,12 +33,11 @@ def useless_checkpoint_keys(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "run.best_metric", "run.keep_best is 0"
 
 
-def check_checkpoints(recipe: Recipe) -> None:
+def check_checkpoints(run: Run, val_files: Sequence[str]) -> None:
     """Raise RecipeError where no checkpoint would have a score to be the best by."""
-    run = recipe.run
     if run.keep_best == 0:
         return
-    if not recipe.data.val_files:
+    if not val_files:
         raise RecipeError("run.keep_best needs a validation score: give data.val_files")
     if run.validate_every == 0 or run.save_every % run.validate_every:
         raise RecipeError(
@@ -49,15 +47,15 @@ def check_checkpoints(recipe: Recipe) -> None:
         )
 
 
-def find_checkpoint(recipe: Recipe) -> Resume:
+def find_checkpoint(run: Run) -> Resume:
     """What `run.resume` comes to; every file of the checkpoint is verified.
 
     Raises CheckpointError for a checkpoint that is damaged, and where `auto` finds damaged ones only.
     """
-    if recipe.run.resume is None:
+    if run.resume is None:
         return Resume()
-    if recipe.run.resume != "auto":
-        path = Path(recipe.run.resume)
+    if run.resume != "auto":
+        path = Path(run.resume)
         if (path / FOLDER).is_dir() and not (path / MANIFEST).exists():
             raise CheckpointError(
                 f"{path} is a run folder: give one of its {FOLDER}, or auto with run.dir={path}"
@@ -65,7 +63,7 @@ def find_checkpoint(recipe: Recipe) -> Resume:
         manifest = Manifest.read(path)
         manifest.check(path)
         return Resume(path, (f"resume: from step {manifest.step}, {path}",))
-    folder = Path(recipe.run.dir) / FOLDER
+    folder = Path(run.dir) / FOLDER
     found = newest_good(folder)
     skipped = tuple(f"resume: skipped {reason}" for reason in found.skipped)
     if found.path is None:

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from rolemesh.launch import cli_devices, cli_services
+from rolemesh.engine.loggers.secrets import hide
+from rolemesh.launch import cli_devices, cli_services, cli_supervised
 from rolemesh.launch.fields import RecipeError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130  # and signals.EXIT_TERMINATED, 143
@@ -37,7 +38,7 @@ class _Commands(typer.core.TyperGroup):
         except Exception as error:
             if ctx.params["debug"]:
                 traceback.print_exc()
-            print(describe_error(error), file=sys.stderr)
+            print(hide(describe_error(error)), file=sys.stderr)
             code = EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
         raise typer.Exit(code)
 
@@ -92,7 +93,7 @@ def train(
 def convert_to_hugging_face(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder (its newest good one).")],
     out: Annotated[Path, typer.Argument(help="The new folder.")],
-    role: Annotated[str, typer.Option("--role", help="actor or critic.")] = "actor",
+    role: Annotated[str, typer.Option("--role", help="actor, critic, or reward (of train-rm).")] = "actor",
 ) -> int:
     """Write a model of a checkpoint as a Hugging Face folder."""
     from rolemesh.launch.convert import convert_checkpoint
@@ -209,6 +210,7 @@ def _instead(plan: Path | None) -> list[str]:
 
 cli_devices.add_commands(main)
 cli_services.add_commands(main)
+cli_supervised.add_commands(main)
 
 
 @main.command()

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -50,24 +50,29 @@ def parse_recipe(
     text: str, folder: Path, overrides: Sequence[str] = (), source: str = "recipe.yaml"
 ) -> Recipe:
     """`load_recipe` for text that stands in `folder`."""
+    tree = read_tree(Recipe, text, folder, overrides)
+    recipe = build(Recipe, with_preset(tree))
+    given = frozenset(leaves(tree))
+    recipe = replace(_filled(recipe, Path(source).stem), source=source, given=given)
+    check_across(recipe)
+    return recipe
+
+
+def read_tree(root: type[Section], text: str, folder: Path, overrides: Sequence[str] = ()) -> Tree:
+    """The keys of a `root` that are written in YAML and overrides: in full, with paths absolute."""
     try:
         written = yaml.safe_load(text) or {}
         if not isinstance(written, Mapping):
             raise RecipeError(f"the recipe is {written!r}, but must be a mapping of keys")
         trees = [(written, folder)]
         trees += [(_override(item), Path.cwd()) for item in overrides]
-        merged = OmegaConf.merge(*(OmegaConf.create(_normal(Recipe, tree, base)) for tree, base in trees))
+        merged = OmegaConf.merge(*(OmegaConf.create(_normal(root, tree, base)) for tree, base in trees))
         tree = OmegaConf.to_container(merged, resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RecipeError(
             f"not readable as YAML with interpolation: {str(error).partition(chr(10) + ' ')[0]}"
         ) from error
-    tree = _normal(Recipe, tree, folder)
-    given = frozenset(leaves(tree))
-    recipe = _build(Recipe, with_preset(tree))
-    recipe = replace(_filled(recipe, Path(source).stem), source=source, given=given)
-    check_across(recipe)
-    return recipe
+    return dict(_normal(root, tree, folder))
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -75,10 +80,14 @@ def to_yaml(recipe: Recipe) -> str:
 
     Left out are keys that another makes useless, and defaults that follow from other keys.
     """
-    follows = {k.path for k in declared(Recipe) if k.metadata["shown"] and k.path != "run.dir"}
-    skip = {path for path in follows if not any(covers(path, key) for key in recipe.given)}
-    skip |= set(useless_keys(recipe))
-    return yaml.safe_dump(_dump(recipe, "", skip), sort_keys=False, width=100)
+    return written_out(recipe, recipe.given, useless_keys(recipe))
+
+
+def written_out(root: Section, given: Collection[str], useless: Collection[str]) -> str:
+    """`to_yaml` of any root section: `given` keys were written, `useless` ones count for nothing."""
+    follows = {k.path for k in declared(type(root)) if k.metadata["shown"] and k.path != "run.dir"}
+    skip = {path for path in follows if not any(covers(path, key) for key in given)} | set(useless)
+    return yaml.safe_dump(_dump(root, "", skip), sort_keys=False, width=100)
 
 
 def list_defaults(recipe: Recipe) -> list[str]:
@@ -90,7 +99,7 @@ def list_defaults(recipe: Recipe) -> list[str]:
         absent = "NAME" in k.path or (section and value_at(recipe, section) is None)
         if section_of(k.type) or absent or any(covers(path, k.path) for path in idle):
             continue
-        if k.path not in recipe.given:
+        if not any(covers(k.path, given) for given in recipe.given):
             by_name = k.path in preset_keys()
             value = show(value_at(recipe, k.path)) if by_name else k.metadata["shown"] or show(k.default)
             sections.setdefault(section, []).append(f"{name} = {value}")
@@ -213,7 +222,9 @@ def _part(name: str, part: Part) -> Part:
     return replace(part, kind="function")
 
 
-def _build(section: type[S], tree: Any, prefix: str = "") -> S:
+def build(section: type[S], tree: Any, prefix: str = "", root: type[Section] | None = None) -> S:
+    """The section that a tree describes; `prefix` is its place in `root`. Raises RecipeError."""
+    root = root or section
     if not isinstance(tree, Mapping):
         raise RecipeError(f"{prefix.rstrip('.') or 'the recipe'} is {tree!r}, but must be a mapping of keys")
     known = members(section)
@@ -222,16 +233,16 @@ def _build(section: type[S], tree: Any, prefix: str = "") -> S:
         if name in section.later_keys:
             raise RecipeError(f"{prefix}{name} is not in this version: {section.later_keys[name]}")
         if name not in known:
-            raise RecipeError(unknown_key(f"{prefix}{name}", value, list(known)))
+            raise RecipeError(unknown_key(f"{prefix}{name}", value, list(known), root))
         f, hint = known[name]
         if value is not None or without_none(hint) is not hint:
-            values[f.name] = _value(hint, value, prefix + name, f.metadata["later"])
+            values[f.name] = _value(hint, value, prefix + name, f.metadata["later"], root)
     for name, (f, hint) in known.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and f.name not in values:
             inner = section_of(hint)
             what = f"{name}.{inner.scalar}" if inner and inner.scalar else name
-            raise RecipeError(f"{prefix}{what} is missing: {_doc(Recipe, prefix + what)}")
+            raise RecipeError(f"{prefix}{what} is missing: {_doc(root, prefix + what)}")
     try:
         return section(**values)
     except RecipeError as error:
@@ -243,7 +254,7 @@ def _doc(section: type[Section], path: str) -> str:
     return next(k.metadata["doc"] for k in declared(section) if k.path == generic)
 
 
-def _value(hint: Any, value: Any, path: str, later: Mapping[Any, str]) -> Any:
+def _value(hint: Any, value: Any, path: str, later: Mapping[Any, str], root: type[Section]) -> Any:
     """`value` as the declared type, numbers read from text too (YAML reads 1e-6 as text)."""
     if value is None:
         return None
@@ -260,13 +271,13 @@ def _value(hint: Any, value: Any, path: str, later: Mapping[Any, str]) -> Any:
         return value
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else [value]
-        return tuple(_value(args[0], item, f"{path}[{i}]", {}) for i, item in enumerate(items))
+        return tuple(_value(args[0], item, f"{path}[{i}]", {}, root) for i, item in enumerate(items))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{path} is {value!r}, but must be a mapping of names")
-        return {str(name): _value(args[1], item, f"{path}.{name}", {}) for name, item in value.items()}
+        return {str(name): _value(args[1], item, f"{path}.{name}", {}, root) for name, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, Section):
-        return _build(hint, value, path + ".")
+        return build(hint, value, path + ".", root)
     return _scalar(hint, value, path)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
+from rolemesh.engine.loggers.secrets import hide
+
 TTY_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 10.0
 
@@ -87,10 +89,10 @@ class Progress:
             self.write(line)
 
     def write(self, line: str) -> None:
-        """Print a line that stays, above the status."""
+        """Print a line that stays, above the status; secrets are hidden."""
         with self._lock:
             self._clear_line()
-            print(line, file=self._stream, flush=True)
+            print(hide(line), file=self._stream, flush=True)
 
     def render(self) -> str:
         """The status now: `step 3/20, 2/9 operations | values 8 s | 1:02 elapsed, 5:10 left`."""

@@ -7,6 +7,7 @@ from fractions import Fraction
 from rolemesh.launch.algorithm_rules import check_algorithm, useless_algorithm_keys
 from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.loggers import useless_logger_keys
 from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.pools import PlacementError
@@ -27,7 +28,7 @@ def check_across(recipe: Recipe) -> None:
             "or use grpo"
         )
     check_algorithm(recipe)
-    check_checkpoints(recipe)
+    check_checkpoints(recipe.run, recipe.data.val_files)
     check_reward(recipe.reward)
     _check_comparisons(recipe)
     if recipe.has_ref and recipe.ref.kind == "remote" and not recipe.ref.endpoints:
@@ -66,7 +67,11 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
     def mark(reason: str, *paths: str) -> None:
         idle.update(dict.fromkeys(paths, reason))
 
-    for path, reason in (*useless_algorithm_keys(recipe), *useless_checkpoint_keys(recipe)):
+    for path, reason in (
+        *useless_algorithm_keys(recipe),
+        *useless_checkpoint_keys(recipe.run),
+        *useless_logger_keys(recipe.run),
+    ):
         mark(reason, path)
     if not recipe.has_critic:
         reason = f"algorithm.name is {recipe.algorithm.name}, which has no critic"

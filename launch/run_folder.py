@@ -13,18 +13,23 @@ from typing import Any
 from rolemesh.engine.checkpoint.manifest import Manifest
 from rolemesh.engine.checkpoint.store import FOLDER
 from rolemesh.launch.config import to_yaml
+from rolemesh.launch.loggers import without_recipe_secrets
 from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.schema import Recipe
 
 
 def open_run_folder(recipe: Recipe, resume: Path | None = None) -> Path | None:
-    """Make `run.dir` with `recipe.yaml` (training from it repeats the run) and `env.txt`.
+    """`make_run_folder` of a recipe."""
+    return make_run_folder(Path(recipe.run.dir), to_yaml(recipe), resume)
+
+
+def make_run_folder(folder: Path, recipe: str, resume: Path | None = None) -> Path | None:
+    """Make `folder` with `recipe.yaml` (training from it repeats the run) and `env.txt`.
 
     An earlier run there is moved to `<dir>.1`, `.2`, ...; returns where, or None. A run that goes on from its
     own checkpoint `resume` stays: what it noted of later steps is dropped, and its timeline begins anew
     beside the old.
     """
-    folder = Path(recipe.run.dir)
     moved = None
     if resume is not None and resume.parent == folder / FOLDER:
         _drop_after(folder, Manifest.read(resume).step)
@@ -32,7 +37,7 @@ def open_run_folder(recipe: Recipe, resume: Path | None = None) -> Path | None:
         moved = next(p for i in itertools.count(1) if not (p := Path(f"{folder}.{i}")).exists())
         folder.rename(moved)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    (folder / "recipe.yaml").write_text(without_recipe_secrets(recipe))
     installed = sorted(
         {f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions()}, key=str.lower
     )

@@ -19,6 +19,7 @@ from rolemesh.launch.reward_keys import Reward
 from rolemesh.launch.roles import Actor, Critic, Ref, Rollout
 from rolemesh.placement.steps import step_graph
 
+LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
 MODEL_ROLES = ("actor", "rollout", "critic", "ref", "reward")
 
 
@@ -85,6 +86,19 @@ class Run(Section):
         shown="start at the first step",
         verl="trainer.resume_mode, trainer.resume_from_path",
     )
+    loggers: tuple[LoggerName, ...] = key(
+        ("console", "jsonl"),
+        "Where metrics go: a line per step, metrics.jsonl, and services, whose packages must be installed.",
+        verl="trainer.logger",
+    )
+    project: str = key("rolemesh", "Project of wandb, experiment of mlflow.", verl="trainer.project_name")
+    name: str | None = key(
+        None,
+        "Name of the run in wandb and mlflow.",
+        shown="that of the run folder",
+        verl="trainer.experiment_name",
+    )
+    log_offline: bool = key(False, "wandb and mlflow send nothing: what they get stays in the run folder.")
     address: str | None = key(
         None,
         "Address of a running Ray cluster (`auto` or ip:port).",
@@ -119,12 +133,15 @@ class Cluster(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """Prompts, as JSONL or parquet files."""
+    """Prompts, as files or folders of `datasets`."""
 
     scalar: ClassVar[str] = "train_files"
 
     train_files: tuple[str, ...] = key(
-        doc="Files with training prompts (.jsonl, .parquet).", path=True, verl="data.train_files"
+        doc="Training prompts: .jsonl, .parquet or .arrow files, patterns of them (`train-*.parquet`), "
+        "folders that `datasets` saved.",
+        path=True,
+        verl="data.train_files",
     )
     val_files: tuple[str, ...] = key((), "Files with held-out prompts.", path=True, verl="data.val_files")
     prompt_key: str = key(
@@ -139,6 +156,11 @@ class Data(Section):
         verl="data.truncation, data.filter_overlong_prompts",
     )
     shuffle: bool = key(True, "Shuffle the training prompts each epoch.", verl="data.shuffle")
+    weights: dict[str, float] = key(
+        {},
+        "How often an epoch uses the prompts of a source (column data_source, or name of file or folder): "
+        "2 is twice, 0.5 every other one, the others in the next epoch; 1 where not given.",
+    )
     val_prompts: int | None = key(
         None,
         "Use only the first so many held-out prompts.",
@@ -147,6 +169,14 @@ class Data(Section):
         shown="all",
         verl="data.val_max_samples",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, weight in self.weights.items():
+            if not 0 <= weight < float("inf"):
+                raise RecipeError(f"weights.{name} is {weight}, but must be at least 0 and finite")
+        if self.weights and not self.shuffle:
+            raise RecipeError("weights draws prompts at random: leave shuffle true, or weights out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rolemesh.launch.fields import declared
+from rolemesh.launch.fields import Section, declared
 from rolemesh.launch.schema import Recipe
 
 
@@ -20,13 +20,13 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def unknown_key(path: str, value: Any, siblings: Sequence[str]) -> str:
-    """Message for the unknown dotted key `path` (or mapping of keys, as `value` tells).
+def unknown_key(path: str, value: Any, siblings: Sequence[str], root: type[Section] = Recipe) -> str:
+    """Message for the unknown dotted key `path` (or mapping of keys, as `value` tells) of a `root`.
 
     Tried in turn: one of verl's names; one of ours with something before it; the nearest name or
     meaning in the same section; the nearest key anywhere.
     """
-    keys = list(declared(Recipe))
+    keys = list(declared(root))
     paths = [k.path for k in keys]
     below = [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) else []
     leaf = next(iter(below), path)

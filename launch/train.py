@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,14 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rolemesh.engine.checkpoint.manifest import Manifest
 from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.checkpoint.store import FOLDER, CheckpointStore
 from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.data.prompts import PromptDataset
+from rolemesh.engine.data.sources import weighted
 from rolemesh.engine.future import as_completed
+from rolemesh.engine.loggers import Loggers
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch, put_batch
 from rolemesh.engine.ray.cluster import joined_cluster, local_cluster
@@ -31,12 +35,14 @@ from rolemesh.engine.workers.reward import RewardWorker, ScoreWorker
 from rolemesh.engine.workers.rollout import RolloutWorker
 from rolemesh.launch import assemble
 from rolemesh.launch.checkpoints import read_shapes
+from rolemesh.launch.config import to_yaml
+from rolemesh.launch.loggers import run_info
 from rolemesh.launch.plan import PLANNING_ERRORS, as_planned
 from rolemesh.launch.pricing import priced
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
-from rolemesh.launch.schema import Recipe
+from rolemesh.launch.schema import Recipe, Run
 from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.plan import PlacementPlan
@@ -53,43 +59,54 @@ def run_training(recipe: Recipe, checked: PlacementPlan, resume: Path | None = N
     """
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
     train, val = load_prompts(recipe, tokenizer)
-    loader = PromptLoader(train, recipe.batch.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+    loader = PromptLoader(
+        train,
+        recipe.batch.prompts,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        sources=weighted(train.sources(), recipe.data.weights),
+    )
     steps = recipe.run.steps if recipe.run.steps is not None else recipe.run.epochs * len(loader)
-    with _cluster(recipe, checked) as cluster:
+    done = 0 if resume is None else Manifest.read(resume).step
+    with run_cluster(recipe.run, checked) as cluster:
         plan = checked.on(cluster)
+        info = functools.partial(run_info, recipe.run, to_yaml(recipe), steps, done, SHOWN)
         recipe = as_planned(recipe, plan)
-        log = RunLog(recipe.run.dir)
         plan, unknown = _predicted(recipe, cluster, plan)
-        (log.path / "plan.yaml").write_text(plan.to_yaml())
         with (
             Progress(steps) as progress,
+            Loggers(recipe.run.loggers, info(progress.write)) as loggers,
             stop_on_sigterm(progress.write) as stopping,
-            _worker_groups(recipe, plan, steps, progress) as groups,
         ):
+            log = RunLog(recipe.run.dir, loggers)
+            (log.path / "plan.yaml").write_text(plan.to_yaml())
+            progress.write(f"train: {train.describe()}")
             if unknown:
                 progress.write(f"the plan has no prediction to compare this run with: {unknown}")
-            trainer = Trainer(
-                spec=assemble.trainer_spec(recipe, steps, plan.order),
-                graph=graph_of(recipe),
-                groups=groups,
-                prompts=itertools.chain.from_iterable(itertools.repeat(loader)),
-                val_prompts=val,
-                tokenizer=tokenizer,
-                kl=assemble.kl_controller(recipe),
-                store=lambda batch: put_batch(batch, {group.layout.dp for group in groups.values()}),
-                fetch=fetch_batch,
-                log=log,
-                progress=progress,
-                on_step=lambda step, metrics: show_step(progress, step, steps, metrics),
-                loader=loader,
-                checkpoints=_checkpoints(recipe, plan, groups, progress),
-                stopping=stopping,
-            )
-            if resume is not None:
-                _take_up(trainer, resume, progress)
-            done = trainer.fit()
-            write_memory(log.path, groups.values())
-            progress.write(_ending(recipe, log, done, steps))
+            with _worker_groups(recipe, plan, steps, progress) as groups:
+                trainer = Trainer(
+                    spec=assemble.trainer_spec(recipe, steps, plan.order),
+                    graph=graph_of(recipe),
+                    groups=groups,
+                    prompts=itertools.chain.from_iterable(itertools.repeat(loader)),
+                    val_prompts=None if val is None else _first(val, recipe.data.val_prompts),
+                    tokenizer=tokenizer,
+                    kl=assemble.kl_controller(recipe),
+                    store=lambda batch: put_batch(batch, {group.layout.dp for group in groups.values()}),
+                    fetch=fetch_batch,
+                    log=log,
+                    progress=progress,
+                    on_step=lambda step, _: count_step(progress, step),
+                    loader=loader,
+                    checkpoints=_checkpoints(recipe, plan, groups, progress),
+                    stopping=stopping,
+                    data_metrics=train.metrics("train") | (val.metrics("val") if val else {}),
+                )
+                if resume is not None:
+                    _take_up(trainer, resume, progress)
+                done = trainer.fit()
+                write_memory(log.path, groups.values())
+                progress.write(_ending(recipe, log, done, steps))
     return 0 if done == steps else EXIT_TERMINATED
 
 
@@ -145,8 +162,8 @@ def _predicted(recipe: Recipe, cluster: ClusterSpec, plan: PlacementPlan) -> tup
 
 def load_prompts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> tuple[PromptDataset, DataProto | None]:
-    """Training prompts, and the held-out ones as one batch (None without `data.val_files`)."""
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training prompts, and the held-out ones (None without `data.val_files`). Raises DataError."""
 
     def read(files: tuple[str, ...]) -> PromptDataset:
         data = recipe.data
@@ -158,45 +175,32 @@ def load_prompts(
             overlong=data.overlong,
         )
 
-    train = read(recipe.data.train_files)
-    if not recipe.data.val_files:
-        return train, None
-    val = read(recipe.data.val_files)
-    return train, val.collate(range(min(len(val), recipe.data.val_prompts or len(val))))
+    return read(recipe.data.train_files), read(recipe.data.val_files) if recipe.data.val_files else None
 
 
-def show_step(progress: Progress, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-    """Print a step's figures; step 0 is the look at the model before the first one."""
-    line = step_line(step, steps, metrics)
+def _first(prompts: PromptDataset, n: int | None) -> DataProto:
+    """The first `n` prompts (None: all) as one batch."""
+    return prompts.collate(range(min(len(prompts), n or len(prompts))))
+
+
+def count_step(progress: Progress, step: int) -> None:
+    """A step is done; step 0 is the look at the model before the first one."""
     if step == 0:
-        progress.write(line)
         progress.begin_steps()
     else:
-        progress.end_step(line)
-
-
-def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One line of figures for a person; the run folder's metrics.jsonl has all of them."""
-    seconds = f" {metrics['timing_s/step']:.1f} s" if "timing_s/step" in metrics else ""
-    figures = " ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
-    skipped = sum(metrics.get(f"{role}/skipped_steps", 0) for role in ("actor", "critic"))
-    warning = f" | {skipped:.0f} updates skipped: their gradient was not finite" if skipped else ""
-    if dropped := metrics.get("training/dropped_rows", 0):
-        warning += f" | {dropped:.0f} samples left out: they or others of their prompt got no score"
-        warning += ", so none was left and nothing learnt" if metrics["training/skipped_steps"] else ""
-    return f"step {step}/{steps}{seconds} {figures}{warning}"
+        progress.end_step()
 
 
 @contextlib.contextmanager
-def _cluster(recipe: Recipe, checked: PlacementPlan) -> Iterator[ClusterSpec]:
+def run_cluster(run: Run, checked: PlacementPlan) -> Iterator[ClusterSpec]:
     """The cluster at `run.address`, or one of our own with the devices of the plan."""
     kind = checked.pools[0].device_kind
-    if recipe.run.address is not None:
-        with joined_cluster(recipe.run.address, device_kind=kind) as cluster:
+    if run.address is not None:
+        with joined_cluster(run.address, device_kind=kind) as cluster:
             yield cluster
         return
     slots = checked.n_devices + sum(checked.idle.values()) if kind == "cpu" else 0
-    with local_cluster(slots, device_kind=kind, temp_dir=recipe.run.temp_dir) as cluster:
+    with local_cluster(slots, device_kind=kind, temp_dir=run.temp_dir) as cluster:
         yield cluster
 
 

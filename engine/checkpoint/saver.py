@@ -127,6 +127,32 @@ class Checkpoints:
                 )
         return self.poll()
 
+    def end_step(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        score: float | None = None,
+        *,
+        every: int,
+        last: bool,
+        stop: bool,
+    ) -> float | None:
+        """Save `step`, which is done, where that is due: each `every` steps (0: never) and after the last,
+        again after a failure, and before a `stop`. Where the run ends, wait for the files.
+
+        Returns the seconds that training waited for a save, None where there was none. Raises CheckpointError
+        for a save that failed at the end, or again and again.
+        """
+        start = time.perf_counter()
+        failed = self.poll()
+        due = failed or stop or (every > 0 and (last or step % every == 0))
+        if due:
+            self.save(step, state, score)
+        seconds = time.perf_counter() - start if due else None
+        if (last or stop) and self.settle():
+            raise CheckpointError(f"the last checkpoint, of step {step}, was not saved")
+        return seconds
+
     def load(self, path: Path) -> dict[str, Any]:
         """Bring the workers to the state in the checkpoint `path`, which is verified; returns the trainer's.
 

@@ -19,15 +19,16 @@ def prompt_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     if isinstance(prompt, str):
         written = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        token_ids = _token_ids(prompt, tokenizer, add_special_tokens=not written)
+        ids = token_ids(prompt, tokenizer, add_special_tokens=not written)
     else:
-        token_ids = _token_ids(_rendered(prompt, tokenizer), tokenizer, add_special_tokens=False)
-    if not token_ids:
+        ids = token_ids(rendered(prompt, tokenizer), tokenizer, add_special_tokens=False)
+    if not ids:
         raise DataError("the prompt has no tokens")
-    return token_ids
+    return ids
 
 
-def _rendered(messages: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+def rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True) -> str:
+    """Chat messages as the tokenizer's template writes them. Raises DataError."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise DataError(f"a prompt is text or a list of chat messages, not {type(messages).__name__}")
     if tokenizer.chat_template is None:
@@ -35,17 +36,20 @@ def _rendered(messages: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     # Parquet gives every message the fields of all messages: None where it has none.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except Exception as error:
         raise DataError(f"the chat template refuses {messages}: {error}") from error
     return str(text)
 
 
-def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
-    token_ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text; special tokens at its front only."""
+    ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     eos = tokenizer.eos_token
     if add_special_tokens and eos is not None and not text.endswith(eos):
         # Some tokenizers end every text with EOS; a prompt goes on.
-        while token_ids and token_ids[-1] == tokenizer.eos_token_id:
-            token_ids.pop()
-    return token_ids
+        while ids and ids[-1] == tokenizer.eos_token_id:
+            ids.pop()
+    return ids

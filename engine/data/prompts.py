@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rolemesh.engine.data.encode import prompt_tokens
-from rolemesh.engine.data.files import DataError, Place, read_rows
+from rolemesh.engine.data.files import DataError, Place, read_rows, source_of
 from rolemesh.engine.protocol import DataProto
 
 Overlong = Literal["error", "filter", "truncate"]
@@ -32,11 +32,11 @@ class PromptDataset:
     """Prompts of one or more files, in file order.
 
     A row has the prompt under `prompt_key`: text or chat messages, see `prompt_tokens`. verl's further
-    columns are `data_source` (default: the file's stem), `reward_model` (holds `ground_truth`) and
+    columns are `data_source` (default: the name of file or folder), `reward_model` (holds `ground_truth`) and
     `extra_info`; columns of any other name are added to `extra_info`.
 
     Args:
-        files: `.jsonl` or `.parquet`.
+        files: what `data_files` takes, each.
         max_prompt_tokens: longest prompt, counted as it is sent (template and special tokens included).
         overlong: what happens to a longer one: `error`, `filter` (left out) or `truncate` (last tokens kept).
 
@@ -58,7 +58,7 @@ class PromptDataset:
         overlong: Overlong = "error",
     ) -> None:
         self.files = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
-        self.tokenizer, self.prompt_key = tokenizer, prompt_key
+        self.tokenizer, self.prompt_key, self.kept_overlong = tokenizer, prompt_key, overlong == "truncate"
         self.overlong: list[tuple[Place, int]] = []
         read = [self._row(place, fields) for file in self.files for place, fields in read_rows(file)]
         fitted = (self._fitted(row, max_prompt_tokens, overlong) for row in read)
@@ -100,16 +100,33 @@ class PromptDataset:
         tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         return DataProto.from_dict(tensors, {name: [item[name] for item in items] for name in self[0]})
 
+    def sources(self) -> dict[str, list[int]]:
+        """The numbers of each source's prompts; sources in the order of their first one."""
+        rows: dict[str, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            rows.setdefault(row.data_source, []).append(number)
+        return rows
+
     def describe(self) -> str:
-        """One line for the log: prompts, files, and the longer ones that were left out or cut."""
-        text = f"{len(self)} prompts of at most {self.width} tokens from {len(self.files)} files"
+        """One line for the log: prompts, sources, and the longer ones that were left out or cut."""
+        text = f"{len(self)} prompts of at most {self.width} tokens from "
+        text += ", ".join(f"{name} ({len(rows)})" for name, rows in self.sources().items())
         if self.overlong:
             place, n_tokens = max(self.overlong, key=lambda item: item[1])
-            text += f"; {len(self.overlong)} too long, left out or cut (the longest: {n_tokens}, {place})"
+            what = "cut" if self.kept_overlong else "left out"
+            text += f"; {len(self.overlong)} too long, {what} (the longest: {n_tokens} tokens, {place})"
         return text
 
+    def metrics(self, name: str) -> dict[str, float]:
+        """How many prompts the set `name` has, and how many were too long, for the metrics."""
+        what = "truncated" if self.kept_overlong else "filtered"
+        return {
+            f"data/{name}/prompts": float(len(self)),
+            f"data/{name}/overlong_{what}": float(len(self.overlong)),
+        }
+
     def _row(self, place: Place, fields: dict[str, Any]) -> Row:
-        rest = dict(fields)
+        rest, data_source = dict(fields), source_of(place, fields)
         if self.prompt_key not in rest:
             names = sorted(rest)
             raise DataError(f"{place} has no {self.prompt_key!r}; it has {names} (see data.prompt_key)")
@@ -120,7 +137,7 @@ class PromptDataset:
             raise DataError(f"{place}: {error}") from error
         reward_model = _mapping(place, "reward_model", rest.pop("reward_model", None))
         extra_info = _mapping(place, "extra_info", rest.pop("extra_info", None))
-        data_source = rest.pop("data_source", None) or place.file.stem
+        rest.pop("data_source", None)
         return Row(place, token_ids, prompt, data_source, reward_model, rest | extra_info)
 
     def _fitted(self, row: Row, limit: int, overlong: Overlong) -> Row | None:

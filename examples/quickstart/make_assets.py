@@ -9,6 +9,8 @@ The task: add one to each digit, so that "4079>" asks for "5180".
   reward/      a sequence classifier with one label, taught to score prompt + answer by the fraction
                of right digits. The critic starts from it as well.
   train.jsonl  prompts in verl's row format; val.jsonl: prompts that none of the above has seen.
+  base/        the actor before it was taught, answers_*.jsonl and pairs_*.jsonl: what `rolemesh sft` and
+               `rolemesh train-rm` learn the same from, see examples/quickstart_sft.yaml.
   assets.json  the settings and the measured figures, written last: when they match, nothing is done.
 """
 
@@ -52,6 +54,8 @@ class Settings:
     max_digits: int = 5
     n_train: int = 4096
     n_val: int = 256
+    n_answers: int = 8192
+    n_pairs: int = 8192
     policy_steps: int = 400
     reward_steps: int = 1200
     rows_per_step: int = 64
@@ -144,10 +148,8 @@ def optimizer_steps(model: torch.nn.Module, n_steps: int, lr: float) -> Iterator
         optimizer.zero_grad()
 
 
-def train_policy(
-    settings: Settings, tokenizer: PreTrainedTokenizerFast, teacher: Demonstrator
-) -> LlamaForCausalLM:
-    """Next-token training on what the demonstrator answers out of habit."""
+def new_policy(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """An untaught model."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden,
@@ -161,7 +163,13 @@ def train_policy(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def train_policy(
+    model: LlamaForCausalLM, settings: Settings, tokenizer: PreTrainedTokenizerFast, teacher: Demonstrator
+) -> LlamaForCausalLM:
+    """Next-token training on what the demonstrator answers out of habit."""
     for _ in optimizer_steps(model, settings.policy_steps, settings.lr):
         prompts = [teacher.prompt() for _ in range(settings.rows_per_step)]
         ids, is_answer = encode(tokenizer, prompts, [teacher.habitual_answer(prompt) for prompt in prompts])
@@ -241,8 +249,33 @@ def prompt_row(prompt: str, split: str, index: int) -> dict:
 
 
 def write_rows(path: Path, prompts: list[str]) -> None:
-    rows = [prompt_row(prompt, path.stem, index) for index, prompt in enumerate(prompts)]
+    write_jsonl(path, [prompt_row(prompt, path.stem, index) for index, prompt in enumerate(prompts)])
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def answer_row(prompt: str, teacher: Demonstrator) -> dict:
+    return {"prompt": prompt, "response": teacher.habitual_answer(prompt)}
+
+
+def pair_row(prompt: str, teacher: Demonstrator) -> dict:
+    """Two answers of any quality, the one with the higher true score first."""
+    while True:
+        answers = [teacher.any_answer(prompt) for _ in range(2)]
+        scores = [compute_score("shift_digits", answer, right_answer(prompt)) for answer in answers]
+        if scores[0] != scores[1]:
+            chosen, rejected = answers if scores[0] > scores[1] else reversed(answers)
+            return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def write_examples(out: Path, settings: Settings, val: list[str]) -> None:
+    """Answers and pairs to learn from, and held-out ones for the prompts in `val`."""
+    teacher = Demonstrator(settings, settings.seed + 1, frozenset(val))
+    for name, row, n in (("answers", answer_row, settings.n_answers), ("pairs", pair_row, settings.n_pairs)):
+        write_jsonl(out / f"{name}_train.jsonl", [row(teacher.prompt(), teacher) for _ in range(n)])
+        write_jsonl(out / f"{name}_val.jsonl", [row(prompt, teacher) for prompt in val])
 
 
 def make_assets(out: Path, settings: Settings) -> dict[str, float]:
@@ -256,9 +289,13 @@ def make_assets(out: Path, settings: Settings) -> dict[str, float]:
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "val.jsonl", val)
     write_rows(out / "train.jsonl", train)
+    write_examples(out, settings, val)
 
     teacher.held_out = frozenset(val)
-    policy = train_policy(settings, tokenizer, teacher)
+    policy = new_policy(settings, tokenizer)
+    policy.save_pretrained(out / "base")
+    tokenizer.save_pretrained(out / "base")
+    policy = train_policy(policy, settings, tokenizer, teacher)
     reward_model = train_reward_model(settings, tokenizer, teacher, policy)
     for model, name in ((policy, "actor"), (reward_model, "reward")):
         model.save_pretrained(out / name)

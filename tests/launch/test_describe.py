@@ -72,8 +72,11 @@ def test_every_yaml_block_of_the_docs_is_a_recipe(block: str):
     parse_recipe(block, Path("/docs"))
 
 
+OTHER_COMMANDS = ("quickstart_sft.yaml", "quickstart_rm.yaml")  # recipes of sft and train-rm
 RECIPES = [
-    path for path in sorted(REPOSITORY.glob("examples/**/*.yaml")) if path.parts[-2] not in OTHER_KINDS
+    path
+    for path in sorted(REPOSITORY.glob("examples/**/*.yaml"))
+    if path.parts[-2] not in OTHER_KINDS and path.name not in OTHER_COMMANDS
 ]
 
 

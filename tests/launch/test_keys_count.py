@@ -14,6 +14,7 @@ import pytest
 from tiny import tiny_checkpoint
 from transformers import AutoTokenizer
 
+from rolemesh.engine import loggers
 from rolemesh.launch import check, train
 from rolemesh.launch.config import parse_recipe, value_at
 from rolemesh.launch.fields import Key, RecipeError, declared, section_of, without_none
@@ -81,10 +82,14 @@ CHANGES = {
     "run.temp_dir": "elsewhere",
     "run.best_metric": "val/score",
     "run.resume": "elsewhere",
+    "run.loggers": "[jsonl]",
+    "run.name": "mine",
+    "run.project": "ours",
     "cluster.device": "h100-80",
     "data.train_files": "val.jsonl",
     "data.val_files": "train.jsonl",
     "data.prompt_key": "text",
+    "data.weights": "{train: 2}",
     "algorithm.name": "rloo",
     "algorithm.file": "algo.py",
     "algorithm.estimator": "rloo",
@@ -133,6 +138,7 @@ WITH = {
     "run.keep_last": ["run.save_every=2"],
     "run.keep_best": SAVED,
     "run.best_metric": [*SAVED, "run.keep_best=1"],
+    **{f"run.{name}": ["run.loggers=[jsonl, wandb]"] for name in ("project", "name", "log_offline")},
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
     "algorithm.norm_tokens": ["algorithm.loss_agg=seq-mean-token-sum-norm"],
     "algorithm.overlong.penalty": ["algorithm.overlong.buffer_tokens=10"],
@@ -145,7 +151,7 @@ WITH = {
 LIVE = ClusterSpec((NodeSpec("a", 8, 8, "h100-80", {"kind": "big"}, {"v100": 8.0}, "10.0.0.1"),))
 STARTED = (
     "local_cluster", "joined_cluster", "ResourcePool", "ProcessPool", "create_pools", "RayClassWithInitArgs",
-    "RayWorkerGroup", "as_completed", "RunLog", "Trainer", "CheckpointStore", "Checkpoints",
+    "RayWorkerGroup", "as_completed", "Loggers", "RunLog", "Trainer", "CheckpointStore", "Checkpoints",
 )  # fmt: skip
 
 
@@ -213,6 +219,8 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         patch.chdir(folder)  # overrides are relative to the working directory
         patch.setattr(AutoTokenizer, "from_pretrained", functools.cache(AutoTokenizer.from_pretrained))
         patch.setattr(check, "live_cluster", lambda address: LIVE)
+        patch.setattr(loggers, "installed", lambda package: True)
+        patch.setenv("WANDB_API_KEY", "a-key-for-this-test")
         patch.setattr(check, "read_checkpoint", functools.cache(check.read_checkpoint))
         yield run
 

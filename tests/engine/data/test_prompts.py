@@ -130,7 +130,7 @@ def test_missing_and_unreadable_files_are_explained(tmp_path, tokenizer):
         PromptDataset(tmp_path / "trian.jsonl", tokenizer)
     with pytest.raises(DataError, match="nowhere is no folder"):
         PromptDataset(tmp_path / "nowhere" / "train.jsonl", tokenizer)
-    with pytest.raises(DataError, match=r"\.jsonl and \.parquet"):
+    with pytest.raises(DataError, match=r"\.jsonl, \.parquet, \.arrow"):
         PromptDataset(tmp_path / "train.csv", tokenizer)
     (tmp_path / "bad.parquet").write_text("not parquet")
     with pytest.raises(DataError, match=r"bad\.parquet is not a readable parquet"):

@@ -1,0 +1,187 @@
+"""`rolemesh sft` and `rolemesh train-rm`: from a checked recipe to a worker group and the supervised loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from rolemesh.engine.checkpoint.manifest import Manifest
+from rolemesh.engine.checkpoint.saver import Checkpoints, TrainedRole
+from rolemesh.engine.checkpoint.store import FOLDER, CheckpointStore
+from rolemesh.engine.data.loader import PromptLoader
+from rolemesh.engine.data.supervised import Encoder, PairDataset, SftDataset, SupervisedDataset
+from rolemesh.engine.loggers import Loggers
+from rolemesh.engine.ray.blocks import put_batch
+from rolemesh.engine.ray.pools import ResourcePool, create_pools
+from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from rolemesh.engine.run_log import RunLog
+from rolemesh.engine.supervised import SupervisedSpec, SupervisedTrainer
+from rolemesh.engine.workers.megatron import RoleSpec
+from rolemesh.engine.workers.pairs import PairsWorker
+from rolemesh.engine.workers.sft import SftWorker
+from rolemesh.launch.assemble import end_tokens, optim_config
+from rolemesh.launch.loggers import run_info
+from rolemesh.launch.progress import Progress
+from rolemesh.launch.run_folder import write_memory
+from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
+from rolemesh.launch.supervised_config import supervised_yaml
+from rolemesh.launch.supervised_schema import PairData, SftData, SupervisedRecipe
+from rolemesh.launch.train import count_step, run_cluster
+from rolemesh.placement.plan import PlacementPlan
+
+SHOWN = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "train/lr", "perf/throughput")
+
+
+def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Path | None = None) -> int:
+    """Train as the recipe says, placed as in `checked`; from the verified checkpoint `resume`, if any.
+
+    The run folder exists. Returns the exit code: 0, or EXIT_TERMINATED after a SIGTERM; whatever fails
+    raises, after every process of the run is ended.
+    """
+    train, val = load_examples(recipe)
+    loader = PromptLoader(train, recipe.batch.size, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+    steps = recipe.run.steps if recipe.run.steps is not None else recipe.run.epochs * len(loader)
+    done = 0 if resume is None else Manifest.read(resume).step
+    with run_cluster(recipe.run, checked) as cluster:
+        plan = checked.on(cluster)
+        info = functools.partial(run_info, recipe.run, supervised_yaml(recipe), steps, done, SHOWN)
+        with (
+            Progress(steps) as progress,
+            Loggers(recipe.run.loggers, info(progress.write)) as loggers,
+            stop_on_sigterm(progress.write) as stopping,
+        ):
+            log = RunLog(recipe.run.dir, loggers)
+            (log.path / "plan.yaml").write_text(plan.to_yaml())
+            progress.write(f"train: {train.describe()}")
+            with _worker_group(recipe, plan, steps, progress) as group:
+                trainer = SupervisedTrainer(
+                    spec=SupervisedSpec(
+                        role=recipe.role,
+                        steps=steps,
+                        validate_every=recipe.run.validate_every,
+                        save_every=recipe.run.save_every,
+                        best_metric=recipe.run.best_metric if recipe.run.keep_best else None,
+                    ),
+                    group=group,
+                    loader=loader,
+                    val=None if val is None else val.collate(range(_val_rows(recipe, val))),
+                    store=lambda batch: put_batch(batch, {group.layout.dp}),
+                    log=log,
+                    progress=progress,
+                    on_step=lambda step, _: count_step(progress, step),
+                    checkpoints=_checkpoints(recipe, plan, group, progress),
+                    stopping=stopping,
+                )
+                if resume is not None:
+                    _take_up(trainer, resume, progress)
+                done = trainer.fit()
+                write_memory(log.path, [group])
+                progress.write(_ending(recipe, trainer, done, steps))
+    return 0 if done == steps else EXIT_TERMINATED
+
+
+def load_examples(recipe: SupervisedRecipe) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+    """Examples to learn from, and held-out ones (None without `data.val_files`). Raises DataError."""
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
+    encoder = Encoder(tokenizer, end_tokens(recipe.model.path, tokenizer.eos_token_id))
+    data = recipe.data
+    if isinstance(data, SftData):
+        kind: type[SupervisedDataset] = SftDataset
+        names = {"prompt": data.prompt_key, "response": data.response_key, "messages": data.messages_key}
+    else:
+        assert isinstance(data, PairData)
+        kind = PairDataset
+        names = {"prompt": data.prompt_key, "chosen": data.chosen_key, "rejected": data.rejected_key}
+
+    def read(files: tuple[str, ...]) -> SupervisedDataset:
+        return kind(files, encoder, names, max_tokens=data.max_tokens, overlong=data.overlong)
+
+    return read(data.train_files), read(data.val_files) if data.val_files else None
+
+
+def _val_rows(recipe: SupervisedRecipe, val: SupervisedDataset) -> int:
+    return min(len(val), recipe.data.val_rows or len(val))
+
+
+def role_spec(recipe: SupervisedRecipe, steps: int) -> RoleSpec:
+    """What the workers load, and how they train."""
+    return RoleSpec(
+        path=recipe.model.path,
+        head=recipe.head,
+        dtype=recipe.model.dtype,
+        optim=optim_config(recipe.optim, steps),
+        micro_batch_tokens=recipe.batch.micro_batch_tokens,
+        new_head=recipe.head == "value",
+        recompute=recipe.model.recompute,
+    )
+
+
+@contextlib.contextmanager
+def _worker_group(
+    recipe: SupervisedRecipe, plan: PlacementPlan, steps: int, progress: Progress
+) -> Iterator[RayWorkerGroup]:
+    """The model's worker group, loaded; its processes are ended with the block."""
+    (spec,) = plan.pools
+    limit_s = recipe.run.timeout_s
+    pool = ResourcePool(
+        spec.process_on_nodes,
+        name_prefix=spec.name,
+        device=spec.device_kind,
+        where=spec.where,
+        collective_timeout_s=limit_s,
+        fetch_timeout_s=limit_s,
+    )
+    worker = SftWorker if recipe.head == "lm" else PairsWorker
+    try:
+        progress.start("start workers")
+        create_pools([pool], report=progress.write)
+        group = RayWorkerGroup(
+            pool,
+            RayClassWithInitArgs(worker, role_spec(recipe, steps)),
+            layout=plan.layout_of(recipe.role),
+            role=recipe.role,
+            timeout_s=limit_s,
+        )
+        progress.end("start workers")
+        progress.start("load model")
+        group.init_model()
+        progress.end("load model")
+        yield group
+    finally:
+        pool.shutdown()
+
+
+def _checkpoints(
+    recipe: SupervisedRecipe, plan: PlacementPlan, group: RayWorkerGroup, progress: Progress
+) -> Checkpoints:
+    run, model = recipe.run, recipe.model
+    return Checkpoints(
+        CheckpointStore(Path(run.dir) / FOLDER, keep_last=run.keep_last, keep_best=run.keep_best),
+        {recipe.role: group},
+        {recipe.role: TrainedRole(model.path, recipe.head, model.dtype)},
+        plan.to_yaml(),
+        timeout_s=run.timeout_s,
+        tell=progress.write,
+    )
+
+
+def _take_up(trainer: SupervisedTrainer, path: Path, progress: Progress) -> None:
+    """Bring trainer and workers to a checkpoint; later ones of its folder are of a run that is given up."""
+    assert trainer.checkpoints is not None
+    progress.start("load checkpoint")
+    trainer.resume(trainer.checkpoints.load(path))
+    progress.end("load checkpoint")
+    progress.begin_steps(trainer.done)
+    if path.parent == trainer.checkpoints.store.path:
+        for aside in trainer.checkpoints.store.set_aside_after(trainer.done):
+            progress.write(f"a checkpoint after step {trainer.done} was set aside as {aside}")
+
+
+def _ending(recipe: SupervisedRecipe, trainer: SupervisedTrainer, done: int, steps: int) -> str:
+    if done == steps:
+        return f"{recipe.role} exported to {trainer.export_dir} (a Hugging Face folder)"
+    return f"stopped after step {done} of {steps}; go on with: rolemesh {recipe.command} RECIPE --resume auto"
