@@ -114,7 +114,7 @@ class AdvantageWorker(Worker):
     ) -> tuple[Tensor, dict[str, float]]:
         """The scores [b, R] less the penalties for length and for the distance to the reference."""
         mask, group = data.batch["response_mask"].bool(), self.model.groups.dp
-        rewards, metrics = scores, {}
+        rewards, metrics = scores, dict[str, float]()
         if spec.overlong is not None:
             penalty = overlong_penalty(response_lengths(data), spec.overlong)
             rewards = rewards - at_last_token(penalty, mask)
@@ -147,11 +147,11 @@ class AdvantageWorker(Worker):
             norm_adv_by_std=spec.norm_adv_by_std,
             group=self.model.groups.dp,
         )
-        columns = [
+        advantages, returns = (
             torch.zeros_like(rewards).index_copy(0, rows, x.to(rewards.dtype))
             for x in (result.advantages, result.returns)
-        ]
-        return Advantages(*columns, result.metrics)
+        )
+        return Advantages(advantages, returns, result.metrics)
 
 
 def without_truncated(data: DataProto, end_ids: tuple[int, ...] | None) -> DataProto:
