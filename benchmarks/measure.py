@@ -1,7 +1,8 @@
-"""Time and peak memory of calls: `from measure import medians, peak_bytes`."""
+"""Time and peak memory of calls: `from measure import medians, peak_bytes, peak_tensor_bytes`."""
 
 import ctypes
 import gc
+import itertools
 import re
 import statistics
 import time
@@ -48,6 +49,21 @@ def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
         return _status("VmHWM") - before
     finally:
         libc.mallopt(_M_MMAP_THRESHOLD, _USUAL_MOST)
+
+
+def peak_tensor_bytes(call: Callable[[], object]) -> int:
+    """Bytes of CPU tensors, those inside operations included, that `call` holds at once at most.
+
+    For a process that did other work before, whose allocator has holes that `peak_bytes` would count.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        result = call()
+    del result
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
