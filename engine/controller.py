@@ -25,7 +25,9 @@ Arguments = Callable[[BatchRef], Mapping[str, Any]]
 
 
 class Progress(Protocol):
-    """Who is told which operations run, and how many of the graph's are done."""
+    """Who is told which operations run, how many of the graph's are done, and what is worth a line."""
+
+    def write(self, line: str) -> None: ...
 
     def start(self, phase: str) -> None: ...
 
@@ -36,6 +38,9 @@ class Progress(Protocol):
 
 class NoProgress:
     """Tells no one."""
+
+    def write(self, line: str) -> None:
+        pass
 
     def start(self, phase: str) -> None:
         pass
@@ -130,6 +135,8 @@ class _Run:
         self.controller, self.graph, self.workers = controller, controller.graph, controller.groups
         self.arguments, self.step, self.row_groups = arguments, step, groups
         self.result = StepResult(batch)
+        named = [operation.reads | operation.writes for operation in self.graph.operations]
+        self.known = self.graph.inputs.union(batch.columns, *named)
         self.done: set[str] = set()
         self.running: dict[DataProtoFuture, Operation] = {}
         self.sources: dict[str, DataProtoFuture] = {}
@@ -241,7 +248,7 @@ class _Run:
         """Keep a row-wise operation's result for some rows; whether that was the last of it."""
         stream, part = self.streams[operation.name], self.given.pop(future)
         written = future.ref()
-        stream.returned(PartRef(part.rows, written.select(operation.writes)), _metrics(written))
+        stream.returned(PartRef(part.rows, self._own(operation, written)), _metrics(written))
         self._record(operation, operation.role, self.workers[operation.role], future)
         if stream.n_given < stream.n_rows:
             self._pass_on(operation)
@@ -271,8 +278,15 @@ class _Run:
         """Add what an operation wrote for the whole batch."""
         self.result.metrics |= metrics
         batch = self.result.batch
-        columns = {**batch.columns, **written.select(operation.writes).columns}
+        columns = {**batch.columns, **self._own(operation, written).columns}
         self.result.batch = BatchRef(columns, written.n_rows, tokens=written.tokens or batch.tokens)
+
+    def _own(self, operation: Operation, written: BatchRef) -> BatchRef:
+        """The columns that the graph says, and those it does not know: what a scoring function returned
+        besides.
+        """
+        extras = [name for name in written.columns if name not in self.known]
+        return written.select([*sorted(operation.writes), *extras])
 
     def _end(self, operation: Operation) -> None:
         self.done.add(operation.name)

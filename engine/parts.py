@@ -71,7 +71,10 @@ class PartFeed:
 
 
 def join_parts(parts: Sequence[PartRef], n_rows: int) -> BatchRef:
-    """One batch of `n_rows` rows in row order. Raises ProtoError when not each row is there just once."""
+    """One batch of `n_rows` rows in row order, of the columns that every part has.
+
+    Raises ProtoError when not each row is there just once.
+    """
     rows = np.array([row for part in parts for row in part.rows], dtype=np.int64)
     order = np.argsort(rows, kind="stable")
     if not np.array_equal(rows[order], np.arange(n_rows)):
@@ -79,7 +82,8 @@ def join_parts(parts: Sequence[PartRef], n_rows: int) -> BatchRef:
         raise ProtoError(
             f"parts of a batch of {n_rows} rows hold {len(rows)} rows; missing: {missing[:8] or 'none'}"
         )
-    joined = BatchRef.concat([part.ref for part in parts])
+    shared = set.intersection(*(set(part.ref.columns) for part in parts))  # a function's extras may differ
+    joined = BatchRef.concat([part.ref.select(n for n in part.ref.columns if n in shared) for part in parts])
     return joined if (order == np.arange(n_rows)).all() else joined.take(order)
 
 

@@ -17,8 +17,9 @@ from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.controller import Arguments, Controller, NoProgress, Progress, StepResult
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.refill import Refill, RefillError, RefillSpec
 from rolemesh.engine.run_log import RunLog
-from rolemesh.engine.validation import extra_columns, sample_table, validation_metrics
+from rolemesh.engine.validation import extra_columns, sample_table, scores_of, validation_metrics
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.mini_batches import MiniBatchPlan, plan_mini_batches
 from rolemesh.placement.graph import StepGraph
@@ -26,6 +27,8 @@ from rolemesh.placement.layout import Layout
 
 COMPARED = ("generate", "old_log_prob", "ref_log_prob")
 """What has to run before actor and reference can be compared."""
+LOST = frozenset({"dropped", "baseline_dropped"})
+"""Columns that tell which rows have no reward."""
 
 
 class InitialKLError(RuntimeError):
@@ -36,8 +39,8 @@ class InitialKLError(RuntimeError):
 class TrainerSpec:
     """How many steps, what each holds, and what happens between them (units in the recipe's keys).
 
-    `order` is the plan's, see `Controller`. `expect_initial_kl` is how far actor and reference may be apart
-    before the first update.
+    `order` is the plan's, see `Controller`. `refill` is for a graph that refills.
+    `expect_initial_kl` is how far actor and reference may be apart before the first update.
     """
 
     steps: int
@@ -50,6 +53,7 @@ class TrainerSpec:
     critic_warmup: int = 0
     overlap: bool = True
     expect_initial_kl: float | None = None
+    refill: RefillSpec | None = None
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -140,15 +144,17 @@ class Trainer:
         """One step of the algorithm on the next prompts; returns its metrics."""
         start = time.perf_counter()
         epoch = {} if self.loader is None else {"training/epoch": float(self.loader.state_dict()["epoch"])}
-        batch = self.next_batch(step)
         graph = self.graph
         if step <= self.spec.critic_warmup:
             graph = graph.select(
                 op.name for op in graph.operations if op.name not in ("update_actor", "sync_weights")
             )
-        result = self._checked_run(graph, self.store(batch), step)
+        if graph.refill:
+            result = self._refilled_run(graph, step)
+        else:
+            result = self._checked_run(graph, self.store(self.next_batch(step)), step)
         metrics = result.metrics
-        if "dropped" in result.batch.columns:
+        if LOST & set(result.batch.columns):
             n_kept = len(self._kept_rows(result.batch))
             metrics |= {
                 "training/dropped_rows": result.batch.n_rows - n_kept,
@@ -170,15 +176,17 @@ class Trainer:
             "perf/throughput": tokens / seconds,
         }
 
-    def next_batch(self, step: int) -> DataProto:
-        """The next prompts, each repeated `samples_per_prompt` times under one `uid`.
+    def next_batch(self, step: int, first: int = 0) -> DataProto:
+        """The next prompts, each repeated `samples_per_prompt` times under one `uid`; `first` samples of this
+        step are there already.
 
         `row_ids` number the samples of the whole run: with the seed they decide what is drawn.
         """
-        prompts = next(self.prompts)
-        prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))], dtype=object)
-        batch = prompts.repeat(self.spec.samples_per_prompt, interleave=True)
-        batch.batch["row_ids"] = torch.arange(len(batch)) + (step << 32)
+        prompts, n = next(self.prompts), self.spec.samples_per_prompt
+        uids = [str(first // n + i) for i in range(len(prompts))]
+        prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        batch = prompts.repeat(n, interleave=True)
+        batch.batch["row_ids"] = torch.arange(first, first + len(batch)) + (step << 32)
         return batch
 
     def validate(self, step: int) -> dict[str, float]:
@@ -205,15 +213,33 @@ class Trainer:
         names = [operation.name for operation in graph.operations]
         if self.spec.expect_initial_kl is None or step > 1 or "ref_log_prob" not in names:
             return self._run(graph, batch, step)
-        before = self._run(graph.select(COMPARED), batch, step)
+        before = self._run(graph.select(set(names) & set(COMPARED)), batch, step)
         self._check_initial_kl(before.batch, self.spec.expect_initial_kl)
-        after = self._run(graph.select(set(names) - set(COMPARED)), before.batch, step)
-        return StepResult(
-            after.batch,
-            before.metrics | after.metrics,
-            before.timing_s | after.timing_s,
-            [*before.spans, *after.spans],
-        )
+        return joined(before, self._run(graph.select(set(names) - set(COMPARED)), before.batch, step))
+
+    def _refilled_run(self, graph: StepGraph, step: int) -> StepResult:
+        """Run a step whose first operations go on until enough prompts have samples of unequal scores; where
+        they never do, nothing of the rest runs.
+
+        Raises RefillError where such a step stops the run.
+        """
+        assert self.spec.refill is not None
+        refill, made = Refill(self.spec.refill), StepResult(BatchRef({}, 0))
+        while not (refill.full or refill.exhausted):
+            batch = self.store(self.next_batch(step, refill.n_rows))
+            made = joined(made, self._run(graph.select(graph.refill), batch, step))
+            data = self.fetch(made.batch.select({"uid", "rm_scores", *LOST} & set(made.batch.columns)))
+            lost = data.batch["dropped"].tolist() if "dropped" in data.batch else ()
+            refill.add(made.batch, data.non_tensor_batch["uid"].tolist(), scores_of(data), lost)
+        made.metrics |= refill.metrics()
+        if not refill.full:
+            if self.spec.refill.at_limit == "stop":
+                raise RefillError(f"step {step}: {refill.shortfall()}")
+            self.progress.write(f"step {step} is left out: {refill.shortfall()}")
+            skipped = made.metrics | {"training/skipped_steps": 1.0}
+            return StepResult(BatchRef({}, 0), skipped, made.timing_s, made.spans)
+        rest = graph.select(op.name for op in graph.operations if op.name not in graph.refill)
+        return joined(made, self._checked_run(rest, refill.batch(), step))
 
     def _check_initial_kl(self, batch: BatchRef, limit: float) -> None:
         """Raise InitialKLError unless the mean log ratio over response tokens is within `limit` of 0."""
@@ -270,11 +296,12 @@ class Trainer:
         return {"rows": plan.rows, "sizes": plan.sizes}
 
     def _dropped_groups(self, batch: BatchRef) -> frozenset[str]:
-        """The `uid` of every prompt of whose samples the reward left one out: all of them go."""
-        if "dropped" not in batch.columns:
+        """The `uid` of every prompt of whose answers the reward left one out: all of them go."""
+        if not (lost := sorted(LOST & set(batch.columns))):
             return frozenset()
-        data = self.fetch(batch.select(["dropped", "uid"]))
-        return frozenset(data.non_tensor_batch["uid"][data.batch["dropped"].numpy()])
+        data = self.fetch(batch.select([*lost, "uid"]))
+        rows = torch.stack([data.batch[name] for name in lost]).any(dim=0)
+        return frozenset(data.non_tensor_batch["uid"][rows.numpy()])
 
     def _kept_rows(self, batch: BatchRef) -> list[int]:
         """The rows that count in this step."""
@@ -286,6 +313,14 @@ class Trainer:
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log.metrics(step, {**self.data_metrics, **metrics})
         self.on_step(step, metrics)
+
+
+def joined(first: StepResult, then: StepResult) -> StepResult:
+    """Two runs of one step: the batch of the second; seconds of operations that ran in both add up."""
+    seconds = dict(first.timing_s)
+    for name, value in then.timing_s.items():
+        seconds[name] = seconds.get(name, 0.0) + value
+    return StepResult(then.batch, first.metrics | then.metrics, seconds, [*first.spans, *then.spans])
 
 
 def _due(step: int, every: int) -> bool:

@@ -83,6 +83,36 @@ class Overlong(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DynamicSampling(Section):
+    """Only prompts whose samples get unequal scores are trained on; others are drawn for the rest (DAPO)."""
+
+    scalar: ClassVar[str] = "on"
+
+    on: bool | None = key(
+        None,
+        "Answer further prompts until batch.prompts of them have samples of unequal scores.",
+        shown="false; dapo: true",
+        verl="algorithm.filter_groups.enable",
+    )
+    tries: int = key(
+        10,
+        "At most so many batches of prompts are answered for one step.",
+        at_least=1,
+        verl="algorithm.filter_groups.max_num_gen_batches",
+    )
+    at_limit: Literal["stop", "skip"] = key(
+        "stop",
+        "When they are not enough: stop the run, or leave the step out and go on.",
+    )
+    expect_tries: float = key(1.0, "Batches that a step takes on average, for the planner.", at_least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expect_tries > self.tries:
+            raise RecipeError(f"expect_tries is {self.expect_tries:g}, more than tries ({self.tries})")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutCorrection(Section):
     """Weights of tokens whose log-prob is another one to the trainer than to the rollout engine.
 
@@ -217,6 +247,9 @@ class Algorithm(Section):
         verl="algorithm.norm_adv_by_std_in_grpo",
     )
     overlong: Overlong = key(Overlong, "Responses near or at the longest length.")
+    dynamic_sampling: DynamicSampling = key(
+        DynamicSampling, "Train on prompts whose samples get unequal scores alone."
+    )
     rollout_correction: RolloutCorrection = key(
         RolloutCorrection, "Where the rollout engine's log-probs are not the trainer's."
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rolemesh.launch.algorithm_presets import ESTIMATORS, LOSSES
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.reward_keys import needs_groups
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.hints import did_you_mean
 from rolemesh.placement.steps import step_graph
@@ -25,6 +26,17 @@ def check_algorithm(recipe: Recipe) -> None:
         raise RecipeError(
             f"batch.samples_per_prompt is {recipe.batch.samples_per_prompt}, but {algorithm.name} compares "
             "the samples of a prompt: at least 2"
+        )
+    if algorithm.dynamic_sampling.on and (algorithm.step != "grpo" or recipe.batch.samples_per_prompt < 2):
+        raise RecipeError(
+            "algorithm.dynamic_sampling keeps prompts whose samples get unequal scores: it is for algorithms "
+            f"with the step of grpo, and batch.samples_per_prompt of at least 2; {algorithm.name} has the step "
+            f"of {algorithm.step}, batch.samples_per_prompt is {recipe.batch.samples_per_prompt}"
+        )
+    if algorithm.step == "remax" and needs_groups(recipe.reward):
+        raise RecipeError(
+            "algorithm.name remax scores each prompt's greedy answer alone, but the reward compares the "
+            "samples of a prompt (judge.form pairwise): use a judge that gives scores, or another algorithm"
         )
     buffer, longest = algorithm.overlong.buffer_tokens or 0, recipe.lengths.max_response_tokens
     if buffer > longest:
@@ -77,6 +89,9 @@ def useless_algorithm_keys(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "algorithm.norm_tokens", f"algorithm.loss_agg is {algorithm.loss_agg}, which has no constant"
     if not algorithm.overlong.buffer_tokens:
         yield "algorithm.overlong.penalty", "algorithm.overlong.buffer_tokens is 0"
+    if not algorithm.dynamic_sampling.on:
+        for name in ("tries", "at_limit", "expect_tries"):
+            yield f"algorithm.dynamic_sampling.{name}", "algorithm.dynamic_sampling.on is false"
     correction = algorithm.rollout_correction
     if correction.weights == "none":
         yield "algorithm.rollout_correction.max_weight", "algorithm.rollout_correction.weights is none"

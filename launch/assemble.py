@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.algorithms import AdaptiveKLController, Correction, FixedKLController, SoftOverlong
 from rolemesh.engine.checkpoint.saver import TrainedRole
+from rolemesh.engine.refill import RefillSpec
 from rolemesh.engine.remote.http import Limits
 from rolemesh.engine.rewards import build
 from rolemesh.engine.rewards.judge_answer import Scale
@@ -199,9 +200,15 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         best_metric=recipe.run.best_metric if recipe.run.keep_best else None,
         critic_warmup=recipe.batch.critic_warmup,
         overlap=recipe.schedule.overlap,
+        refill=_refill(recipe),
         expect_initial_kl=recipe.ref.expect_initial_kl if recipe.has_ref else None,
         order=order or {},
     )
+
+
+def _refill(recipe: Recipe) -> RefillSpec | None:
+    keys = recipe.algorithm.dynamic_sampling
+    return RefillSpec(recipe.batch.prompts, keys.tries, keys.at_limit) if keys.on else None
 
 
 def scorer(recipe: Recipe) -> build.Scorer:

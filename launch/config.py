@@ -181,6 +181,9 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
         fifth = max(longest // 5, 1) if recipe.algorithm.name == "dapo" else 0
         overlong = replace(overlong, buffer_tokens=fifth)
     norm_tokens = recipe.algorithm.norm_tokens or longest
+    sampling = recipe.algorithm.dynamic_sampling
+    if sampling.on is None:
+        sampling = replace(sampling, on=recipe.algorithm.name == "dapo")
 
     def tokens(role: Actor | Critic | Ref | Reward) -> int:
         return role.micro_batch_tokens or recipe.batch.micro_batch_tokens
@@ -190,7 +193,9 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
         ref_path = ref_path or recipe.actor.path
     return replace(
         recipe,
-        algorithm=replace(recipe.algorithm, overlong=overlong, norm_tokens=norm_tokens),
+        algorithm=replace(
+            recipe.algorithm, overlong=overlong, norm_tokens=norm_tokens, dynamic_sampling=sampling
+        ),
         run=replace(recipe.run, dir=recipe.run.dir or os.path.abspath(Path("runs") / name)),
         actor=replace(recipe.actor, micro_batch_tokens=tokens(recipe.actor)),
         critic=replace(recipe.critic, micro_batch_tokens=tokens(recipe.critic)),

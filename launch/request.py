@@ -30,6 +30,7 @@ _TEXT = ("device_type", "label")  # pins whose value is text as it stands
 def graph_of(recipe: Recipe) -> StepGraph:
     """The step graph of the recipe's algorithm."""
     kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
+    features = {"dynamic_sampling": True} if recipe.algorithm.dynamic_sampling.on else {}
     return step_graph(
         recipe.algorithm.step,
         reference=recipe.has_ref,
@@ -37,12 +38,13 @@ def graph_of(recipe: Recipe) -> StepGraph:
         kl_in=kl_in,
         reward_takes="groups" if needs_groups(recipe.reward) else "rows",
         ref_takes="rows" if recipe.ref.kind == "remote" else "batch",
+        **features,
     )
 
 
 def workload_of(recipe: Recipe) -> Workload:
     """What a step has to do; prompts count as long as allowed."""
-    batch, expect = recipe.batch, recipe.lengths.expect
+    batch, expect, resampled = recipe.batch, recipe.lengths.expect, recipe.algorithm.dynamic_sampling
     lengths: dict[str, Any] = {"max_response_tokens": recipe.lengths.max_response_tokens}
     if expect is not None:
         lengths["expect"] = {"kind": expect.kind, "mean": expect.mean, "p95": expect.p95}
@@ -54,6 +56,7 @@ def workload_of(recipe: Recipe) -> Workload:
         samples_per_prompt=batch.samples_per_prompt,
         mini_batch_samples=batch.mini_batch_samples,
         epochs=batch.epochs,
+        tries=resampled.expect_tries if resampled.on else 1.0,
         micro_batch_tokens=batch.micro_batch_tokens if "batch.micro_batch_tokens" in recipe.given else None,
     )
 

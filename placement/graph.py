@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 Kind = Literal["generate", "infer", "train", "transfer"]
 Takes = Literal["batch", "rows", "groups"]
+Per = Literal["sample", "prompt"]
 
 
 class GraphError(ValueError):
@@ -26,6 +27,8 @@ class Operation:
     `takes` is what it needs at a time. Where that is not the whole `batch`, its result for a row depends on
     that row alone (`rows`) or on the rows of the same prompt (`groups`): it may start on what its writer has
     finished, while that one still works on the others.
+
+    `per` "prompt" works on one row of each prompt: every sample of a prompt gets the same result.
     """
 
     name: str
@@ -37,12 +40,15 @@ class Operation:
     state_reads: frozenset[str] = frozenset()
     state_writes: frozenset[str] = frozenset()
     takes: Takes = "batch"
+    per: Per = "sample"
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise GraphError(f"operation {self.name!r}: kind {self.kind!r} is none of {get_args(Kind)}")
         if self.takes not in get_args(Takes):
             raise GraphError(f"operation {self.name!r}: takes {self.takes!r} is none of {get_args(Takes)}")
+        if self.per not in get_args(Per):
+            raise GraphError(f"operation {self.name!r}: per {self.per!r} is none of {get_args(Per)}")
         if self.takes != "batch" and (self.kind != "infer" or self.state_writes):
             raise GraphError(
                 f"operation {self.name!r} takes {self.takes}: only one of kind infer that writes no state can"
@@ -68,16 +74,22 @@ class StepGraph:
     prompts' `input_ids` into whole sequences); everyone else then reads what it wrote. State is
     ordered as the program lists it: write after read, read after write, write after write.
 
-    Raises GraphError for a repeated name, a column with no writer or two, and for a cycle.
+    `refill` names the operations that may run several times in a step, each time on further prompts, until
+    enough of the rows are worth training on. The others wait for the last time.
+
+    Raises GraphError for a repeated name, a column with no writer or two, for a cycle, and for a refill
+    that waits for others.
     """
 
     name: str
     operations: tuple[Operation, ...]
     inputs: frozenset[str] = frozenset()
+    refill: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operations", tuple(self.operations))
         object.__setattr__(self, "inputs", frozenset(self.inputs))
+        object.__setattr__(self, "refill", tuple(self[name].name for name in self.refill))
         names = [operation.name for operation in self.operations]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise GraphError(f"step {self.name!r} has several operations named {', '.join(repeated)}")
@@ -99,6 +111,14 @@ class StepGraph:
         waits: dict[str, set[str]] = {operation.name: set() for operation in self.operations}
         self._add_columns(waits)
         self._add_state(waits)
+        for name in self.refill:
+            if others := waits[name] - {*self.refill}:
+                raise GraphError(
+                    f"step {self.name!r} refills with {name}, which waits for {', '.join(sorted(others))}: only "
+                    "what waits for nothing else can run again"
+                )
+        for name in set(waits) - {*self.refill}:
+            waits[name] |= set(self.refill)
         return {name: frozenset(others - {name}) for name, others in waits.items()}
 
     def followers(self, name: str, done: Collection[str]) -> tuple[Operation, ...]:
@@ -142,7 +162,8 @@ class StepGraph:
         kept = tuple(operation for operation in self.operations if operation.name in wanted)
         written = {column for operation in kept for column in operation.writes}
         read = {column for operation in kept for column in operation.reads}
-        return StepGraph(self.name, kept, frozenset((read - written) | (self.inputs & read)))
+        refill = tuple(name for name in self.refill if name in wanted)
+        return StepGraph(self.name, kept, frozenset((read - written) | (self.inputs & read)), refill)
 
     def _writers(self) -> Mapping[str, Operation]:
         writers: dict[str, Operation] = {}

@@ -104,12 +104,15 @@ class Sampler:
             drawn = load.samples * load.prompt_lengths.mean + float(responses.sum())
             return cost.seconds[name] * drawn / load.tokens
         layout = cost.option.layout
+        if operation.per == "prompt":
+            responses = responses[:: load.samples_per_prompt]
         parts = np.array_split(responses, layout.dp)
         fullest = max(parts, key=lambda part: part.max(initial=0))
         prices = self.costs.seconds_of(operation.role, self.devices[operation.role])
         batch = Batch(len(fullest), ())
         at_once = min(cost.option.micro_batch, len(fullest))
-        return prices.generate(layout, at_once, batch, _Drawn(tuple(fullest.tolist())))
+        seconds = prices.generate(layout, at_once, batch, _Drawn(tuple(fullest.tolist())))
+        return self.request.times(operation) * seconds
 
     def _responses(self, step: int, seed: int) -> NDArray[np.int64]:
         if (step, seed) not in self._drawn:

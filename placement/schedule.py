@@ -77,7 +77,8 @@ def waits_for(graph: StepGraph, staleness: int = 0) -> dict[str, frozenset[str]]
         state_only = {
             name for name in waits[operation.name] & ahead if not graph[name].writes & operation.reads
         }
-        kept[operation.name] = waits[operation.name] - ahead | state_only
+        own = waits[operation.name] if operation.name in ahead else frozenset()  # a second generation
+        kept[operation.name] = waits[operation.name] - ahead | state_only | own
     return kept
 
 

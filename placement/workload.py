@@ -26,6 +26,7 @@ class Workload:
         prompt_lengths, response_lengths: tokens of each sequence.
         mini_batch_samples: samples of one optimizer update, over all ranks; None: the whole batch.
         epochs: passes over the batch.
+        tries: how often a step's refilling operations run, on average.
         micro_batch_tokens: tokens that one rank puts through a model at once, a longer sample alone;
             None: the planner chooses.
 
@@ -40,6 +41,7 @@ class Workload:
     mini_batch_samples: int | None = None
     epochs: int = 1
     micro_batch_tokens: int | None = None
+    tries: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("prompts", "samples_per_prompt", "mini_batch_samples", "epochs", "micro_batch_tokens"):
@@ -48,6 +50,8 @@ class Workload:
                 continue
             if type(value) is not int or value < 1:
                 raise WorkloadError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not self.tries >= 1:
+            raise WorkloadError(f"tries must be at least 1, got {self.tries!r}")
         if self.mini_batch > self.samples:
             raise WorkloadError(
                 f"mini_batch_samples is {self.mini_batch}, but a step has {self.samples} samples "

@@ -9,6 +9,7 @@ from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rewards.build import Scorer, build
 from rolemesh.engine.worker import Worker
+from rolemesh.engine.workers.baseline import as_reward, as_samples, prompts_once
 from rolemesh.engine.workers.megatron import MegatronWorker
 from rolemesh.parallel.micro_batches import MicroBatch, response_index
 
@@ -22,6 +23,13 @@ class RewardWorker(MegatronWorker):
         return self.infer(
             data, lambda output, micro_batch: {"rm_scores": last_token_scores(output, micro_batch)}
         )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_baseline(self, data: DataProto) -> DataProto | None:
+        """Column `reward_baselines`, fp32 `[b]`: the score of each prompt's greedy answer."""
+        once, own = prompts_once(data)
+        scored = self.compute_rm_score(as_samples(once))
+        return None if scored is None else as_reward(scored, own)
 
 
 def last_token_scores(output: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -60,3 +68,11 @@ class ScoreWorker(Worker):
         Services also tell which rows are to be left out: `dropped`, bool `[b]`.
         """
         return self.reward.score(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_baseline(self, data: DataProto) -> DataProto:
+        """Column `reward_baselines`, fp32 `[b]`: the score of each prompt's greedy answer; of a service also
+        `baseline_dropped`, bool `[b]`.
+        """
+        once, own = prompts_once(data)
+        return as_reward(self.reward.score(as_samples(once)), own)

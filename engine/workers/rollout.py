@@ -11,6 +11,8 @@ from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import HFRollout, SamplingOptions
 from rolemesh.engine.worker import Worker
+from rolemesh.engine.workers.baseline import as_baseline, as_prompts, prompts_once
+from rolemesh.placement.steps.operations import SEQUENCES
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,10 @@ class RolloutWorker(Worker):
         token.
         """
         return self.engine.generate_parts(prompts, replace(self.spec.sampling, do_sample=not greedy))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_baseline(self, samples: DataProto) -> DataProto:
+        """The likeliest answer to each sample's prompt: `baseline_responses`, `baseline_input_ids`, ..."""
+        once, own = prompts_once(samples)
+        answers = self.engine.generate(as_prompts(once), replace(self.spec.sampling, do_sample=False))
+        return as_baseline(answers.select(SEQUENCES), own)

@@ -76,7 +76,10 @@ class Frontier:
             passes = {op.name: running for op in self.operations}
 
             def price(name: str, n: int = n) -> float:
-                return self.prices.generate(layout, n, batch)
+                operation = self.plan.graph[name]
+                rows = self.plan.rows(operation, batch.rows)
+                seconds = self.prices.generate(layout, min(n, rows), Batch(rows, batch.updates))
+                return self.plan.times(operation) * seconds
 
             for offload in choices.offloads(self.plan, self.role):
                 self._take(RoleOption(layout, n, offload=offload), held, passes, price)
@@ -118,7 +121,10 @@ class Frontier:
                     known[name] = self.prices.train(layout, micro_batch, recompute, batch)
                 elif kinds[name] == "infer":
                     at_once = choices.scored(self.plan, self.request, micro_batch)
-                    known[name] = self.prices.infer(layout, at_once, batch)
+                    operation = self.plan.graph[name]
+                    rows = self.plan.rows(operation, batch.rows)
+                    seconds = self.prices.infer(layout, at_once, Batch(rows, batch.updates))
+                    known[name] = self.plan.times(operation) * seconds
                 else:
                     known[name] = self.prices.bookkeeping(layout)
             return known[name]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.costs import Recompute, RoleOption
-from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.graph import Operation, StepGraph
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.timing.transfer import Remote
@@ -126,12 +126,20 @@ class PlanRequest:
         """Whether this role generates."""
         return any(op.role == role and op.kind == "generate" for op in self.graph.operations)
 
+    def times(self, operation: Operation) -> float:
+        """How often an operation runs in a step, on average."""
+        return self.workload.tries if operation.name in self.graph.refill else 1.0
+
+    def rows(self, operation: Operation, samples: int) -> int:
+        """Rows that an operation works on, of a batch or a share of it with `samples` rows."""
+        return samples if operation.per == "sample" else -(-samples // self.workload.samples_per_prompt)
+
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of the operations whose roles have no devices."""
-        none = Remote(0.0, math.inf)
+        none, load = Remote(0.0, math.inf), self.workload
         return {
-            op.name: self.remote.get(op.name, none).seconds(self.workload.samples)
+            op.name: self.times(op) * self.remote.get(op.name, none).seconds(self.rows(op, load.samples))
             for op in self.graph.operations
             if op.role not in self.roles
         }

@@ -216,17 +216,18 @@ class RoleSeconds:
         """Seconds that no option is below: products at the rate of a large one, on all devices at once."""
         load, dims, world = self.plan.workload, self.dims, devices.world
         eff, dtype = self.machine.efficiency, self.request.dtype
-        sure = 0.99 * self.machine.factor(operation.kind)
+        sure = 0.99 * self.machine.factor(operation.kind) * self.plan.times(operation)
+        samples = self.plan.rows(operation, load.samples)
         if operation.kind == "transfer" or not operation.state_reads:
             return 0.0
         if operation.kind == "generate":
             lengths = load.response_lengths
-            tokens = lengths.mean if self.plan.streamed else lengths.longest(load.samples)
+            tokens = lengths.mean if self.plan.streamed else lengths.longest(samples)
             return sure * tokens * self._least_turn(devices)
         active = dims.dense_params() + dims.n_moe_layers * dims.top_k * dims.ffn_params(dims.expert_ffn)
         passes = 3 * load.epochs if operation.kind == "train" else 1
         rate = self.machine.peak(dtype) * eff.gemm(dtype) * world
-        return sure * passes * 2.0 * active * load.tokens / rate
+        return sure * passes * 2.0 * active * samples * load.sequence_tokens / rate
 
     def _least_turn(self, devices: DeviceSet) -> float:
         """Seconds of a decode step with one sequence: scheduling, kernels, and a part of the weights."""

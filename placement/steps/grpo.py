@@ -15,8 +15,13 @@ def grpo(
     kl_in: ops.KlIn | None = "loss",
     reward_takes: Takes = "rows",
     ref_takes: Takes = "batch",
+    dynamic_sampling: bool = False,
 ) -> StepGraph:
-    """One GRPO step; `uid` tells which samples answer the same prompt."""
+    """One GRPO step; `uid` tells which samples answer the same prompt.
+
+    With `dynamic_sampling` (Yu et al., 2025, arXiv:2503.14476, eq. 11) prompts are answered and scored again
+    and again until enough of them have samples of unequal scores.
+    """
     return StepGraph(
         "grpo",
         (
@@ -29,4 +34,5 @@ def grpo(
             ops.SYNC_WEIGHTS,
         ),
         inputs=ops.INPUTS,
+        refill=("generate", "reward") if dynamic_sampling else (),
     )

@@ -64,7 +64,7 @@ def reward(kind: RewardKind, takes: Takes = "rows") -> Operation:
             "reward", "reward", "infer", "compute_rm_score", SEQUENCES, writes, frozenset({"reward.weights"})
         )
     if kind in get_args(RewardKind):
-        reads = SEQUENCES | {"prompts", "data_source", "reward_model", "extra_info"}
+        reads = SEQUENCES | {"prompts", "raw_prompt", "data_source", "reward_model", "extra_info"}
         reads |= {"uid"} if takes == "groups" or may_drop(kind) else set()
         return Operation("reward", "reward", "infer", "compute_score", reads, writes, takes=takes)
     raise GraphError(f"reward is one of {', '.join(get_args(RewardKind))}, got {kind!r}")
