@@ -30,8 +30,8 @@ def check_algorithm(recipe: Recipe) -> None:
     if algorithm.dynamic_sampling.on and (algorithm.step != "grpo" or recipe.batch.samples_per_prompt < 2):
         raise RecipeError(
             "algorithm.dynamic_sampling keeps prompts whose samples get unequal scores: it is for algorithms "
-            f"with the step of grpo, and batch.samples_per_prompt of at least 2; {algorithm.name} has the step "
-            f"of {algorithm.step}, batch.samples_per_prompt is {recipe.batch.samples_per_prompt}"
+            f"with the step of grpo, and batch.samples_per_prompt of at least 2; {algorithm.name} has the "
+            f"step of {algorithm.step}, batch.samples_per_prompt is {recipe.batch.samples_per_prompt}"
         )
     if algorithm.step == "remax" and needs_groups(recipe.reward):
         raise RecipeError(

@@ -114,8 +114,8 @@ class StepGraph:
         for name in self.refill:
             if others := waits[name] - {*self.refill}:
                 raise GraphError(
-                    f"step {self.name!r} refills with {name}, which waits for {', '.join(sorted(others))}: only "
-                    "what waits for nothing else can run again"
+                    f"step {self.name!r} refills with {name}, which waits for {', '.join(sorted(others))}: "
+                    "only what waits for nothing else can run again"
                 )
         for name in set(waits) - {*self.refill}:
             waits[name] |= set(self.refill)
