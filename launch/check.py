@@ -42,13 +42,20 @@ class CheckReport:
         return "\n".join([*self.lines, *said, verdict])
 
 
+def _set_aside(recipe: Recipe) -> Iterator[str]:
+    """One line per reason for which keys of the file count for nothing."""
+    for reason in dict.fromkeys(recipe.set_aside.values()):
+        keys = ", ".join(key for key, why in recipe.set_aside.items() if why == reason)
+        yield f"{keys}: no effect here ({reason})"
+
+
 def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     """Everything that is wrong with the recipe, as many problems as can be told at once.
 
     `offline` leaves the live machine (or the Ray cluster at `run.address`) out: only what the recipe
     says about its cluster counts.
     """
-    report = CheckReport(notes=[*algorithm_notes(recipe)])
+    report = CheckReport(notes=[*_set_aside(recipe), *algorithm_notes(recipe)])
     report.problems += [*absent_files(recipe.data), *_reward_functions(recipe), *_services(recipe)]
     report.problems += absent_loggers(recipe.run)
     if not report.problems:

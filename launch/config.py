@@ -49,13 +49,49 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse_recipe(
     text: str, folder: Path, overrides: Sequence[str] = (), source: str = "recipe.yaml"
 ) -> Recipe:
-    """`load_recipe` for text that stands in `folder`."""
+    """`load_recipe` for text that stands in `folder`.
+
+    Keys of the text that an override makes useless (`algorithm.name=grpo`: the critic's) are set aside.
+    """
     tree = read_tree(Recipe, text, folder, overrides)
-    recipe = build(Recipe, with_preset(tree))
-    given = frozenset(leaves(tree))
-    recipe = replace(_filled(recipe, Path(source).stem), source=source, given=given)
+    recipe = _read(tree, source)
+    if overrides and (lost := _lost_to_overrides(recipe, text, folder, overrides)):
+        recipe = replace(_read(_without(tree, lost), source), set_aside=lost)
     check_across(recipe)
     return recipe
+
+
+def _read(tree: Tree, source: str) -> Recipe:
+    recipe = _filled(build(Recipe, with_preset(tree)), Path(source).stem)
+    return replace(recipe, source=source, given=frozenset(leaves(tree)))
+
+
+def _lost_to_overrides(recipe: Recipe, text: str, folder: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """Keys of the text that count for nothing with the overrides, but do without: each with the reason."""
+    idle, own = useless_keys(recipe), frozenset(key for item in overrides for key in leaves(_override(item)))
+    lost = {
+        key: reason
+        for path, reason in idle.items()
+        for key in recipe.given
+        if covers(path, key) and not any(covers(written, key) for written in own)
+    }
+    try:
+        idle_alone = useless_keys(_read(read_tree(Recipe, text, folder), "")) if lost else {}
+    except RecipeError:  # the text needs the overrides
+        return {}
+    return {
+        key: why for key, why in sorted(lost.items()) if not any(covers(path, key) for path in idle_alone)
+    }
+
+
+def _without(tree: Tree, lost: Collection[str], prefix: str = "") -> Tree:
+    """The tree without the leaves `lost`, and without what is left empty by that."""
+    kept: Tree = {}
+    for name, value in tree.items():
+        inner = _without(value, lost, f"{prefix}{name}.") if isinstance(value, Mapping) and value else value
+        if f"{prefix}{name}" not in lost and (inner or inner == value):
+            kept[name] = inner
+    return kept
 
 
 def read_tree(root: type[Section], text: str, folder: Path, overrides: Sequence[str] = ()) -> Tree:

@@ -351,6 +351,9 @@ class Recipe(Section):
     schedule: Schedule = key(Schedule, "Order and overlap.")
     source: str = field(default="", compare=False)  # where it was read from
     given: frozenset[str] = field(default=frozenset(), compare=False)  # dotted keys that were written
+    set_aside: Mapping[str, str] = field(
+        default_factory=dict, compare=False
+    )  # written, useless by an override
 
     @property
     def has_critic(self) -> bool:

@@ -16,11 +16,13 @@ from rolemesh.engine.algorithms import FixedKLController
 from rolemesh.engine.batch_ref import BatchRef, pack, unpack
 from rolemesh.engine.future import DataProtoFuture, Outcome, RankSpan
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.refill import RefillError, RefillSpec
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.trainer import InitialKLError, Trainer, TrainerSpec
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.steps import step_graph
+from rolemesh.placement.steps.operations import SEQUENCES
 
 WIDTH = 3  # of a response
 
@@ -120,6 +122,20 @@ class Workers:
         names = ("token_level_scores", "token_level_rewards", "advantages", "returns")
         return DataProto.from_dict({n: torch.zeros(data.batch["response_mask"].shape) for n in names})
 
+    def compute_baseline(self, data: DataProto) -> DataProto:
+        failed = [uid in self.failed for uid in data.non_tensor_batch["uid"]]
+        return DataProto.from_dict(
+            {"reward_baselines": torch.zeros(len(data)), "baseline_dropped": torch.tensor(failed)}
+        )
+
+    def generate_baseline(self, data: DataProto) -> DataProto:
+        made = self.generate_sequences(
+            DataProto.from_dict(
+                {"input_ids": data.batch["prompts"], "attention_mask": data.batch["attention_mask"][:, :2]}
+            )
+        )
+        return DataProto.from_dict({f"baseline_{name}": made.batch[name] for name in SEQUENCES})
+
 
 def prompts() -> DataProto:
     ids = torch.tensor([[1, 7]] * 3)
@@ -207,3 +223,103 @@ def test_validation_leaves_out_what_got_no_score(tmp_path):
     assert before["val/reward/mean"] == WIDTH
     lines = (tmp_path / "samples" / "step_0.jsonl").read_text().splitlines()
     assert [json.loads(line)["score"] for line in lines] == [WIDTH, WIDTH, None]
+
+
+class Graded(Workers):
+    """Scores by try: `spread[t]` prompts of the t-th answered batch get samples of unequal scores."""
+
+    def __init__(self, spread: Sequence[int]) -> None:
+        super().__init__()
+        self.spread, self.row_ids, self.uids = [*spread], [], []
+
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        self.row_ids.append(data.batch["row_ids"].tolist())
+        return super().generate_sequences(data)
+
+    def compute_score(self, data: DataProto) -> DataProto:
+        uneven = self.spread.pop(0)
+        scores = torch.zeros(data.batch["responses"].shape)
+        scores[: 2 * uneven : 2, -1] = 1.0
+        return DataProto.from_dict({"rm_scores": scores})
+
+    def compute_advantage(self, data: DataProto) -> DataProto:
+        self.uids.append(data.non_tensor_batch["uid"].tolist())
+        return super().compute_advantage(data)
+
+
+def sample(folder: Path, workers: Workers, spec: RefillSpec, limit: float | None = None) -> list[dict]:
+    """Two GRPO steps of 3 prompts with 2 samples each, refilled; what metrics.jsonl says of them."""
+    Trainer(
+        spec=TrainerSpec(
+            steps=2,
+            samples_per_prompt=2,
+            mini_batch_samples=6,
+            advantage=AdvantageSpec("grpo"),
+            refill=spec,
+            expect_initial_kl=limit,
+        ),
+        graph=step_graph("grpo", reward="function", kl_in="loss", dynamic_sampling=True),
+        groups=workers.groups,
+        prompts=iter([prompts() for _ in range(20)]),
+        val_prompts=None,
+        tokenizer=char_tokenizer(),
+        kl=FixedKLController(0.1),
+        store=workers.store,
+        fetch=workers.fetch,
+        log=RunLog(folder),
+    ).fit()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()][1:]
+
+
+def test_a_step_is_refilled_until_it_has_prompts_enough(tmp_path):
+    workers = Graded([1, 0, 3, 3])
+    first, second = sample(tmp_path, workers, RefillSpec(prompts=3, tries=3), limit=0.2)
+    assert workers.uids == [["0", "0", "6", "6", "7", "7"], ["0", "0", "1", "1", "2", "2"]]
+    ids = [row for batch in workers.row_ids for row in batch]
+    assert len(set(ids)) == len(ids) == 24  # every sample draws its own numbers
+    assert (first["train/num_gen_batches"], second["train/num_gen_batches"]) == (3, 1)
+    assert (first["training/rows"], first["training/generated_rows"]) == (6, 18)
+    assert first["update_actor/rows"] == 6
+    assert first["timing_s/generate"] == 3.0  # three of a second
+    assert [name for name, *_ in workers.calls].count("compute_log_prob") == 2
+
+
+def test_a_step_that_stays_short_stops_the_run_with_numbers(tmp_path):
+    workers = Graded([1, 0, 0])
+    with pytest.raises(RefillError, match=r"step 1: dynamic sampling kept 1 groups of the 3 .* 3 tries"):
+        sample(tmp_path, workers, RefillSpec(prompts=3, tries=3))
+    assert "update_actor" not in [name for name, *_ in workers.calls]
+
+
+def test_or_is_left_out_and_counted(tmp_path):
+    workers = Graded([0, 1, 3])
+    first, second = sample(tmp_path, workers, RefillSpec(prompts=3, tries=2, at_limit="skip"))
+    assert (first["training/skipped_steps"], first["training/rows"]) == (1, 0)
+    assert "update_actor/rows" not in first
+    assert second["update_actor/rows"] == 6
+    assert len(keywords(workers, "update_actor")) == 1
+
+
+def test_remax_leaves_out_prompts_whose_greedy_answer_got_no_score(tmp_path):
+    workers = Workers()
+    workers.compute_score = lambda data: workers.column(data, "rm_scores", 1.0).union(  # type: ignore[method-assign]
+        DataProto.from_dict({"dropped": torch.zeros(len(data), dtype=torch.bool)})
+    )
+    workers.failed = ["1"]
+    Trainer(
+        spec=TrainerSpec(
+            steps=1, samples_per_prompt=2, mini_batch_samples=6, advantage=AdvantageSpec("remax")
+        ),
+        graph=step_graph("remax", reward="remote", kl_in=None),
+        groups=workers.groups,
+        prompts=iter([prompts()]),
+        val_prompts=None,
+        tokenizer=char_tokenizer(),
+        kl=FixedKLController(0.1),
+        store=workers.store,
+        fetch=workers.fetch,
+        log=RunLog(tmp_path),
+    ).fit()
+    assert keywords(workers, "compute_advantage")[0]["dropped"] == frozenset({"1"})
+    rows = keywords(workers, "update_actor")[0]["rows"]
+    assert sorted(row for part in rows for row in part) == [0, 1, 4, 5]

@@ -142,6 +142,10 @@ WITH = {
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
     "algorithm.norm_tokens": ["algorithm.loss_agg=seq-mean-token-sum-norm"],
     "algorithm.overlong.penalty": ["algorithm.overlong.buffer_tokens=10"],
+    **{
+        f"algorithm.dynamic_sampling.{name}": ["algorithm.name=grpo", "algorithm.dynamic_sampling.on=true"]
+        for name in ("tries", "at_limit", "expect_tries")
+    },
     "algorithm.rollout_correction.max_weight": ["algorithm.rollout_correction.weights=token"],
     "algorithm.rollout_correction.reject_by": ["algorithm.rollout_correction.reject=[0.5, 5.0]"],
     "placement.pools.NAME.share": ["placement.pools.NAME.devices=null"],

@@ -3,6 +3,7 @@
 import pytest
 
 from rolemesh.placement.graph import GraphError, StepGraph
+from rolemesh.placement.schedule import waits_for
 from rolemesh.placement.steps import register_step, step_graph, step_names
 
 
@@ -52,7 +53,42 @@ def test_grpo_has_no_critic_and_groups_by_uid():
     assert graph["reward"].method == "compute_score"
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_remax_answers_each_prompt_greedily_beside_the_samples():
+    graph = step_graph("remax", reward="remote", kl_in=None)
+    assert _ancestors(graph, "generate_baseline") == {"generate"}  # which holds the prompts
+    assert _ancestors(graph, "reward_baseline") == {"generate", "generate_baseline"}
+    assert {op.name for op in graph.operations if op.per == "prompt"} == {
+        "generate_baseline",
+        "reward_baseline",
+    }
+    assert graph["advantage"].reads >= {"reward_baselines", "baseline_dropped", "dropped"}
+    assert "baseline_dropped" not in step_graph("remax", reward="function")["advantage"].reads
+    placed = step_graph("remax", reward="model")["reward_baseline"]
+    assert (placed.method, placed.state_reads) == ("compute_baseline", {"reward.weights"})
+
+
+def test_one_step_off_keeps_the_greedy_answers_after_the_samples():
+    waits = waits_for(step_graph("remax", kl_in=None), staleness=1)
+    assert waits["generate_baseline"] == {"generate"}
+    assert not waits["reward"] & {"generate"}
+
+
+def test_what_refills_a_step_runs_before_all_the_rest():
+    graph = step_graph("grpo", reward="function", kl_in="loss", dynamic_sampling=True)
+    assert graph.refill == ("generate", "reward")
+    waits = graph.dependencies()
+    assert waits["old_log_prob"] >= {"generate", "reward"}
+    assert waits["reward"] == {"generate"}
+    assert graph.select(["generate", "old_log_prob"]).refill == ("generate",)
+    assert not graph.select(["advantage", "update_actor"]).refill
+    operations = graph.operations
+    with pytest.raises(GraphError, match="refills with old_log_prob, which waits for generate"):
+        StepGraph("step", operations, graph.inputs, refill=("old_log_prob",))
+    with pytest.raises(GraphError, match="no operation 'reword'"):
+        StepGraph("step", operations, graph.inputs, refill=("reword",))
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "remax"])
 @pytest.mark.parametrize(
     ("reference", "kl_in", "readers"),
     [
