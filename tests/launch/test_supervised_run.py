@@ -68,7 +68,7 @@ def test_fine_tuning_lowers_the_held_out_loss_and_goes_on_from_a_checkpoint(fold
     held_out = [row["val/loss"] for row in rows if "val/loss" in row]
     assert len(held_out) == 3
     assert held_out[-1] < 0.6 * held_out[0]
-    spans = Timeline.read(run / "timeline.json").spans
+    spans = Timeline.load(run / "timeline.json").spans
     assert {(span.name, span.role, span.rank) for span in spans} == {
         (name, "actor", rank) for name in ("update", "evaluate") for rank in (0, 1)
     }
