@@ -26,6 +26,7 @@ reward: scorer
 """
 
 
+@pytest.mark.slow
 def test_the_commands_run(tmp_path):
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
     tiny_checkpoint(tmp_path / "policy")

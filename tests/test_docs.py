@@ -75,6 +75,7 @@ def test_the_readmes_commands_run(clone):
         run(command + (" run.steps=1" if " train " in command else ""), clone)
 
 
+@pytest.mark.slow
 def test_the_readmes_command_for_an_own_model_runs_on_checkpoints_and_data_in_that_form(clone):
     """bf16 weights in several files, tied, several end tokens, chat messages in parquet."""
     actor, scorer = clone / "models" / "Qwen2.5-0.5B-Instruct", clone / "models" / "Qwen2.5-0.5B-Reward"

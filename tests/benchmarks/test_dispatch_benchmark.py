@@ -24,6 +24,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_consumers_fetch_what_they_need_and_the_driver_gets_none_of_it() -> None:
     command = [sys.executable, str(SCRIPT), "--rows", "24", "13", "--tokens", "512", "--repeats", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -26,6 +26,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_small_benchmark_prints_a_table_for_every_case():
     (command,) = re.findall(
         r"^\.venv/bin/python (benchmarks/kernels.py --small .*?)\s+#", DOCUMENT, re.MULTILINE

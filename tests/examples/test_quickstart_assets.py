@@ -141,6 +141,7 @@ def test_the_same_seed_makes_the_same_assets(quickstart: ModuleType, assets: Pat
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_the_script_makes_a_useful_start_and_skips_when_made(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "make_assets.py"), "--out", str(tmp_path / "assets")]
     subprocess.run(command, check=True, timeout=280)

@@ -137,6 +137,7 @@ def test_a_remote_reference_scores_as_the_placed_one_token_by_token(clone, servi
     assert (found.batch["ref_log_prob"] - placed.batch["ref_log_prob"]).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_wrong_reference_stops_the_run_before_its_first_update(clone, services):
     reward, reference = services
     said = train(
@@ -199,6 +200,7 @@ def test_prompts_without_a_score_are_left_out_and_a_step_without_any_is_skipped(
     )
 
 
+@pytest.mark.slow
 def test_the_judge_example_runs_with_a_judge_that_sometimes_has_no_answer(clone, tmp_path):
     with ollama(tmp_path, JUDGE) as judge:
         train(

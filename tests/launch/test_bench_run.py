@@ -34,6 +34,7 @@ def cells(out) -> dict:
     return {cell["strategy"]: cell for cell in result["cells"]}
 
 
+@pytest.mark.slow
 def test_measured_seconds_stand_beside_the_predicted_ones(out, cells):
     assert list(cells) == ["colocate", "split"]
     for cell in cells.values():
@@ -48,6 +49,7 @@ def test_measured_seconds_stand_beside_the_predicted_ones(out, cells):
     assert "really run on the devices at hand" in page
 
 
+@pytest.mark.slow
 def test_the_timeline_has_the_predicted_structure(cells):
     """Who runs beside whom, and in which order; not for how long."""
     for name, cell in cells.items():

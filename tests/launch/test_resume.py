@@ -131,6 +131,7 @@ def test_stopped_by_sigterm_and_resumed_a_run_is_the_unbroken_one_bit_for_bit(fo
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_resumed_under_another_layout_a_run_learns_the_same(folder, unbroken):
     """The newest checkpoint is cut short: the one before it is taken, and the reason told."""
     run = folder / "other"

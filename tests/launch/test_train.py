@@ -136,6 +136,7 @@ def test_every_operation_on_log_probs_advantages_or_losses_names_its_kernels(spl
         assert wanted <= ran[operation], operation
 
 
+@pytest.mark.slow
 def test_reference_critic_and_reward_model_score_at_the_same_time_on_pools_of_their_own(folder):
     pools = {"policy": ["actor", "rollout"], "reference": ["ref"], "values": ["critic"], "scores": ["reward"]}
     placement = {"pools": {name: {"roles": roles, "devices": 1} for name, roles in pools.items()}}
@@ -182,6 +183,7 @@ def test_the_exported_actor_loads_in_hugging_face_and_has_moved(split_run, folde
     assert max(moved) > 1e-5
 
 
+@pytest.mark.slow
 def test_the_run_folder_repeats_the_run(split_run, folder):
     """The same recipe gives the same numbers, whatever ran when; the recipe is the one the folder holds."""
     run, _ = split_run

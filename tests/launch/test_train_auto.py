@@ -15,6 +15,7 @@ from rolemesh.placement.timeline import Timeline
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 
+@pytest.mark.slow
 def test_a_recipe_with_placement_auto_trains_as_its_plan_says(tmp_path):
     tiny_checkpoint(tmp_path / "policy", layers=4, hidden=64)
     tiny_checkpoint(tmp_path / "scorer", layers=2, hidden=64, head="score", seed=1)
