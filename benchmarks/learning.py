@@ -64,7 +64,7 @@ class Result:
 
     def __str__(self) -> str:
         return (
-            f"{self.name:<12} {self.before!s:<24} {self.after!s:<24} "
+            f"{self.name:<28} {self.before!s:<24} {self.after!s:<24} "
             f"{self.true_before:>10.3f} {self.true_after:>9.3f}   {'rose' if self.rose else 'no rise'}"
         )
 
@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=25)
     args = parser.parse_args()
-    print(f"{'run':<12} {'held-out before':<24} {f'last {LAST_STEPS} steps':<24} true before true after")
+    print(f"{'run':<28} {'held-out before':<24} {f'last {LAST_STEPS} steps':<24} true before true after")
     frozen = ("actor.optim.lr=0", "critic.optim.lr=0")
     runs = [(f"seed {seed}", (f"run.seed={seed}",)) for seed in args.seeds] + [("lr 0", frozen)]
     results = []

@@ -11,6 +11,7 @@ from rolemesh.launch.algorithm_presets import ESTIMATORS, LOSSES, PRESETS
 from rolemesh.launch.algorithm_rules import algorithm_notes
 from rolemesh.launch.config import list_defaults, parse_recipe, to_yaml
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.request import graph_of, workload_of
 from rolemesh.launch.schema import Recipe
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -72,6 +73,35 @@ def test_a_name_sets_estimator_loss_and_numbers():
     assert assemble.policy_loss(parse("gspo")).loss_agg == "seq-mean-token-mean"
     assert assemble.policy_loss(parse("cispo")).name == "cispo"
     assert assemble.advantage_spec(parse("grpo")).overlong is None
+
+
+def test_an_own_step_is_named_by_the_recipe(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (tmp_path / "my_step.py").write_text(
+        example.replace("above_greedy", "own_above_greedy").replace("plain_", "own_")
+    )
+    own = [f"algorithm.file={tmp_path}/my_step.py", "algorithm.loss=reinforce", "algorithm.estimator=remax"]
+    recipe = parse("own_above_greedy", *own)
+    assert recipe.algorithm.step == "own_above_greedy"
+    assert {"generate_baseline", "reward_baseline"} <= {op.name for op in graph_of(recipe).operations}
+    assert "needs the column values, which the step of own_above_greedy does not make" in error_of(
+        "own_above_greedy", own[0], "algorithm.estimator=gae"
+    )
+
+
+def test_dynamic_sampling_is_on_by_name_and_refused_without_groups():
+    assert graph_of(parse("dapo")).refill == ("generate", "reward")
+    assert graph_of(parse("dapo", "algorithm.dynamic_sampling=false")).refill == ()
+    on = parse("rloo", "algorithm.dynamic_sampling.on=true", "algorithm.dynamic_sampling.expect_tries=2.5")
+    assert graph_of(on).refill
+    assert workload_of(on).tries == 2.5
+    assert workload_of(parse("grpo")).tries == 1
+    said = error_of("remax", "algorithm.dynamic_sampling=true")
+    assert "remax has the step of remax" in said
+    assert "batch.samples_per_prompt is 1" in error_of("dapo", "batch.samples_per_prompt=1")
+    assert "expect_tries is 9, more than tries (3)" in error_of(
+        "dapo", "algorithm.dynamic_sampling={tries: 3, expect_tries: 9}"
+    )
 
 
 def test_what_is_written_goes_before_the_name():

@@ -13,6 +13,7 @@ from rolemesh.engine.algorithms import (
     load_algorithm_file,
 )
 from rolemesh.kernels import LossDenominators
+from rolemesh.placement.steps import step_graph
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
@@ -66,3 +67,4 @@ def test_the_documents_example_runs(tmp_path: Path):
         clip_low=0.2,
     )
     assert loss.item() == 3.0
+    assert "reward_baselines" in step_graph("above_greedy", reward="model", kl_in=None)["advantage"].reads
