@@ -84,7 +84,7 @@ def _lost_to_overrides(recipe: Recipe, text: str, folder: Path, overrides: Seque
     }
 
 
-def _without(tree: Tree, lost: Collection[str], prefix: str = "") -> Tree:
+def _without(tree: Mapping[str, Any], lost: Collection[str], prefix: str = "") -> Tree:
     """The tree without the leaves `lost`, and without what is left empty by that."""
     kept: Tree = {}
     for name, value in tree.items():
