@@ -116,7 +116,6 @@ def test_a_composites_parts_have_weights_and_kinds_of_their_own():
         (REMOTE, ["reward.on_failure.do=null"], "reward.on_failure.do is missing"),
         (REMOTE, ["reward.on_failure={do: value}"], "which score does a failed sample get?"),
         (REMOTE, ["reward.on_failure.value=1"], "reward.on_failure.do is drop_group"),
-        (REMOTE, ["reward.on_failure.do=raise"], "reward.on_failure.stop_above would have no effect"),
         (REMOTE, ["reward.endpoints=null"], "reward.endpoints is missing: where does the service"),
         (REMOTE, ["reward.endpoints=[rm-0:5000]"], "'rm-0:5000', but must be URLs such as http://"),
         (REMOTE, ["reward.path=models/rm"], "reward.path would have no effect: reward.kind is remote"),
@@ -129,7 +128,6 @@ def test_a_composites_parts_have_weights_and_kinds_of_their_own():
         (REMOTE, ["ref.endpoints=null"], "ref.endpoints is missing"),
         (REMOTE, ["ref.path=models/sft"], "ref.path would have no effect: ref.kind is remote"),
         (REMOTE, ["ref.layout.tp=2"], "ref.layout.tp would have no effect: ref.kind is remote"),
-        (REMOTE, ["algorithm.kl.in=none"], "algorithm.kl.in is none"),
         (JUDGE, ["ref.endpoints=http://r:1"], "ref.endpoints would have no effect: ref.kind is model"),
         (JUDGE, ["reward.model=null"], "reward.model is missing"),
         (JUDGE, ["reward.judge.criteria=null"], "a rubric needs at least one"),
@@ -155,6 +153,20 @@ def test_a_composites_parts_have_weights_and_kinds_of_their_own():
 )
 def test_what_cannot_be_meant_is_refused_with_the_key(text: str, overrides: list[str], message: str):
     assert message in error_of(text, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "reason"),
+    [
+        ("reward.on_failure.do=raise", "reward.on_failure.stop_above", "reward.on_failure.do is raise"),
+        ("algorithm.kl.in=none", "ref.endpoints", "algorithm.kl.in is none"),
+    ],
+)
+def test_what_an_override_leaves_without_effect_is_set_aside_with_the_reason(override, key, reason):
+    recipe = parse(REMOTE, override)
+    assert reason in recipe.set_aside[key]
+    assert key not in recipe.given
+    assert to_yaml(recipe) == to_yaml(parse_recipe(to_yaml(recipe), Path("/")))
 
 
 @pytest.mark.parametrize("text", [REMOTE, JUDGE, COMPOSITE])
