@@ -21,7 +21,7 @@ ASSETS := runs/quickstart-assets
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup vllm quickstart test test-slow sanitize check lint types docs clean
+.PHONY: setup vllm quickstart test test-slow sanitize check fast lint types docs clean
 
 setup: .venv/built
 
@@ -44,7 +44,10 @@ sanitize: setup
 	$(BIN)/cmake --build build/sanitize
 	OMP_NUM_THREADS=2 build/sanitize/kernel_tests
 
-check: lint types
+check: lint
+	$(MAKE) -j2 types fast
+
+fast: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not full and not slow"
 
 lint: setup
