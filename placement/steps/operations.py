@@ -20,7 +20,7 @@ GENERATE = Operation(
     kind="generate",
     method="generate_sequences",
     reads=TOKENS | {"row_ids"},
-    writes=SEQUENCES | {"prompts", "rollout_log_probs"},
+    writes=SEQUENCES | {"prompts", "rollout_log_probs", "weight_versions"},
     state_reads=frozenset({"rollout.weights"}),
 )
 OLD_LOG_PROB = Operation(
@@ -83,7 +83,8 @@ def advantage(role: str, reads: frozenset[str], kl_in: KlIn | None, reward: Rewa
         kind="infer",
         method="compute_advantage",
         reads=reads
-        | {"rm_scores", "responses", "response_mask", "attention_mask", "old_log_probs", "rollout_log_probs"}
+        | {"rm_scores", "responses", "response_mask", "attention_mask", "old_log_probs"}
+        | {"rollout_log_probs", "weight_versions"}
         | ({"ref_log_prob"} if kl_in == "reward" else set())
         | ({"uid", "dropped"} if may_drop(reward) else set()),
         writes=frozenset({"token_level_scores", "token_level_rewards", "advantages", "returns"}),
