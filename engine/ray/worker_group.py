@@ -203,7 +203,9 @@ class RayWorkerGroup:
         return Outcome(collect(registration, self, shares, values), _spans(replies))
 
     def _joined(self, parts: list[PartRef], shares: Shares, rank: int) -> Any:
-        """A rank's result from its parts."""
+        """A rank's result from its parts; of a rank whose result does not count, None."""
+        if rank != self.layout.collect_rank(self.layout.coords(rank).dp):
+            return None
         n_made = sum(len(part.rows) for part in parts)
         rows = shares.rows
         return join_parts(parts, n_made if rows is None else len(rows[self.layout.coords(rank).dp]))
