@@ -84,6 +84,9 @@ class _SwapOnImport(importlib.abc.MetaPathFinder):
                     setattr(owner, name, original)  # torch.compile would need a C++ compiler here
         if module.__name__ == f"{_MEGATRON}.jit":
             module.disable_jit_fuser()
+        elif module.__name__ == f"{_MEGATRON}.transformer.moe.token_dispatcher":
+            dispatcher: Any = module
+            dispatcher.maybe_move_tensor_to_cpu = _as_host_value
         elif module.__name__ == f"{_MEGATRON}.tensor_parallel.random":
             random: Any = module
             random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -125,6 +128,9 @@ class _Inert:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _do_nothing
 
+    def record_event(self, event: object = None) -> _Inert:
+        return _Inert()
+
     def __enter__(self) -> _Inert:
         return self
 
@@ -148,7 +154,7 @@ class _CpuCuda:
 
     set_device = empty_cache = synchronize
 
-    def stream(self, stream: object) -> _Inert:
+    def stream(self, stream: object = None) -> _Inert:
         return _Inert()
 
     current_stream = default_stream = stream
@@ -218,6 +224,11 @@ def _is_class_of(value: object, module: types.ModuleType) -> bool:
 
 def _called_from_megatron() -> bool:
     return _is_megatron(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the dispatcher of experts' tokens makes of tensors on a GPU; CPU ones it would leave as they are."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _do_nothing(*args: object, **kwargs: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,16 @@ def convert(
 
 
 def write_safetensors(
-    path: Path, tensors: Iterable[HfTensor], dtype: torch.dtype, values: Iterable[Tensor]
+    path: Path, tensors: Sequence[HfTensor], dtype: torch.dtype, values: Iterable[Tensor]
 ) -> None:
     """Write a safetensors file of `tensors` in `dtype` from `values`, in the same order, one at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
-        end = at + torch.Size(tensor.shape).numel() * dtype.itemsize
+        kept = torch.float32 if tensor.fp32 else dtype
+        end = at + torch.Size(tensor.shape).numel() * kept.itemsize
         header[tensor.name] = {
-            "dtype": _DTYPES[dtype],
+            "dtype": _DTYPES[kept],
             "shape": list(tensor.shape),
             "data_offsets": [at, end],
         }
@@ -76,8 +77,9 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            file.write(value.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
+        for tensor, value in zip(tensors, values, strict=True):
+            kept = value.to(torch.float32 if tensor.fp32 else dtype).contiguous()
+            file.write(kept.view(-1).view(torch.uint8).numpy().data)
 
 
 def _check(folder: Path, metadata: Metadata, tensors: Mapping[str, HfTensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from rolemesh.parallel.weights.plan import (
     ParameterPlan,
     canonical_name,
     hf_tensors,
-    stage_plan,
+    rank_plan,
 )
 from rolemesh.placement.layout import Coords, Layout
 from rolemesh.placement.model import ModelShape
@@ -46,7 +46,7 @@ def load_hf(
     Raises CheckpointError naming the tensors that are missing, unexpected or of another shape, and the
     parameters that the plan and the model do not share.
     """
-    plans = stage_plan(shape, layout, coords.pp, head, head_name)
+    plans = rank_plan(shape, layout, layout.rank(coords), head, head_name)
     parameters = planned_parameters(model, plans, coords)
     with Checkpoint(path) as checkpoint:
         new_head = head == "value" and allow_new_head and f"{head_name}.weight" not in checkpoint.names
@@ -63,11 +63,19 @@ def load_hf(
                 _check_tied_copy(checkpoint, shape, plan.cuts[coords.tp])
 
 
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What checkpoints hold of a module, by its own names: parameters, and the routers' correction biases."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
+
+
 def planned_parameters(
     model: nn.Module | Mapping[str, Tensor], plans: tuple[ParameterPlan, ...], coords: Coords
 ) -> dict[str, Tensor]:
-    """The model's parameters by canonical name; CheckpointError where they are not those of the plan."""
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+    """The model's parameters, and buffers of the plan, by canonical name; CheckpointError where they are not
+    those of the plan.
+    """
+    named = dict(stored_tensors(model)) if isinstance(model, nn.Module) else model
     parameters = {canonical_name(name): parameter for name, parameter in named.items()}
     shapes = {plan.name: plan.cuts[coords.tp].shape for plan in plans}
     stage = f"pipeline stage {coords.pp}"

@@ -75,14 +75,14 @@ def save_hf(
 
 
 def shard_files(owners: Mapping[str, Owner], itemsize: int, max_shard_bytes: int) -> dict[str, str]:
-    """File of each tensor, in the owners' order: no file holds two stages' tensors, nor more than
+    """File of each tensor, in the owners' order: no file holds two ranks' tensors, nor more than
     `max_shard_bytes` of them unless a single tensor is larger."""
     shard_of: dict[str, int] = {}
-    shard, stage, held_bytes = 0, -1, 0
+    shard, writer, held_bytes = 0, (-1, -1), 0
     for name, owner in owners.items():
         n_bytes = torch.Size(owner.tensor.shape).numel() * itemsize
-        if owner.pp_rank != stage or held_bytes + n_bytes > max_shard_bytes:
-            shard, stage, held_bytes = shard + 1, owner.pp_rank, 0
+        if (owner.pp_rank, owner.ep_rank) != writer or held_bytes + n_bytes > max_shard_bytes:
+            shard, writer, held_bytes = shard + 1, (owner.pp_rank, owner.ep_rank), 0
         shard_of[name] = shard
         held_bytes += n_bytes
     if shard == 1:

@@ -70,6 +70,8 @@ def _megatron(plan: PlanRequest, request: RoleRequest, world: int, node: int) ->
         parallel = bool(pins.get("sequence_parallel", tp > 1))
         if (tp > 2 * node and "tp" not in pins) or (parallel and tp == 1):
             continue
+        if plan.runnable and shape.moe and tp > 1 and not parallel:
+            continue
         for cp in _wished(plan, request, "cp", _context_sizes(plan)):
             rest, over = divmod(world, tp * cp)
             for pp in _sizes(request, "pp", _divisors(rest) if not over else ()):
@@ -102,7 +104,7 @@ def _virtual(plan: PlanRequest, shape: ModelShape, pp: int) -> tuple[int, ...]:
 
 def _experts(plan: PlanRequest, shape: ModelShape, stage: int, tp: int) -> list[tuple[int, int]]:
     """(ep, etp) over a pipeline stage of so many ranks."""
-    if shape.moe is None or plan.runnable:
+    if shape.moe is None:
         return [(1, 1)]
     sizes = [ep for ep in _divisors(shape.moe.n) if stage % ep == 0 and (ep == 1 or ep.bit_count() == 1)]
     cut = [(ep, tp) for ep in sizes if tp > 1 and shape.moe.ffn % tp == 0 and stage % (ep * tp) == 0]
