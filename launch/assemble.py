@@ -18,6 +18,7 @@ from rolemesh.engine.rewards.judge_answer import Scale
 from rolemesh.engine.rewards.judge_forms import Criterion, Scores
 from rolemesh.engine.rewards.judge_pairs import Pairwise
 from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.rollout.vllm import EngineSpec
 from rolemesh.engine.trainer import TrainerSpec
 from rolemesh.engine.workers.actor import PolicyLoss
 from rolemesh.engine.workers.advantage import AdvantageSpec
@@ -25,6 +26,7 @@ from rolemesh.engine.workers.critic import ValueLoss
 from rolemesh.engine.workers.megatron import RoleSpec
 from rolemesh.engine.workers.remote_reference import RemoteRefSpec
 from rolemesh.engine.workers.rollout import RolloutSpec
+from rolemesh.engine.workers.vllm_rollout import VLLMRolloutSpec
 from rolemesh.launch.arithmetic import updates
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.reward_keys import Judge, Reward
@@ -32,6 +34,7 @@ from rolemesh.launch.reward_keys import Scorer as ScorerKeys
 from rolemesh.launch.roles import Actor, Critic, Optim, Ref
 from rolemesh.launch.schema import Recipe
 from rolemesh.parallel.optim import OptimConfig
+from rolemesh.placement.plan import PlacementPlan
 
 
 def trained_roles(recipe: Recipe) -> dict[str, TrainedRole]:
@@ -111,10 +114,36 @@ def value_loss(recipe: Recipe) -> ValueLoss:
 
 
 def rollout_spec(recipe: Recipe) -> RolloutSpec:
-    """The rollout engine's model and how it samples; reads the actor's tokenizer for end and padding."""
+    """The built-in engine's model and how it samples."""
+    return RolloutSpec(
+        recipe.actor.path, recipe.actor.dtype, recipe.rollout.max_params, sampling_options(recipe)
+    )
+
+
+def vllm_spec(recipe: Recipe, plan: PlacementPlan) -> VLLMRolloutSpec:
+    """vLLM's engines; where other roles share their devices, they sleep between their turns."""
+    rollout, pool = recipe.rollout, plan.pool_of("rollout")
+    engine = EngineSpec(
+        path=recipe.actor.path,
+        dtype=recipe.actor.dtype,
+        sampling=sampling_options(recipe),
+        max_tokens=recipe.data.max_prompt_tokens + recipe.lengths.max_response_tokens,
+        tp=plan.layout_of("rollout").tp,
+        device=pool.device_kind,
+        max_seqs=rollout.max_seqs,
+        kv_tokens=rollout.max_batch_tokens if rollout.memory_share is None else None,
+        memory_share=rollout.memory_share or EngineSpec.memory_share,
+        eager=rollout.eager,
+        sleeps=len(pool.roles) > 1,
+    )
+    return VLLMRolloutSpec(engine, rollout.engine_restarts)
+
+
+def sampling_options(recipe: Recipe) -> SamplingOptions:
+    """How responses are drawn; reads the actor's tokenizer for end and padding."""
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
     rollout = recipe.rollout
-    sampling = SamplingOptions(
+    return SamplingOptions(
         max_response_tokens=recipe.lengths.max_response_tokens,
         eos_ids=end_tokens(recipe.actor.path, tokenizer.eos_token_id),
         pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
@@ -124,7 +153,6 @@ def rollout_spec(recipe: Recipe) -> RolloutSpec:
         max_batch_tokens=rollout.max_batch_tokens,
         seed=recipe.run.seed,
     )
-    return RolloutSpec(recipe.actor.path, recipe.actor.dtype, rollout.max_params, sampling)
 
 
 def end_tokens(path: str, tokenizer_eos: int | None) -> tuple[int, ...]:

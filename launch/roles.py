@@ -188,36 +188,3 @@ class Ref(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_endpoints(self.endpoints)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout(Section):
-    """Generation. The built-in engine `hf` holds a whole copy of the actor in each process."""
-
-    scalar: ClassVar[str] = "engine"
-
-    engine: Literal["hf", "vllm"] = key(
-        "hf",
-        "hf: transformers' generate, fed from the actor's weights; vllm: planned, not yet run.",
-        verl="actor_rollout_ref.rollout.name",
-    )
-    layout: LayoutPins = layout_key("actor_rollout_ref.rollout")
-    temperature: float = key(
-        1.0,
-        "Sampling temperature; log-probs use the same.",
-        above=0,
-        verl="actor_rollout_ref.rollout.temperature",
-    )
-    top_p: float = key(1.0, "Nucleus; 1: off.", above=0, at_most=1, verl="actor_rollout_ref.rollout.top_p")
-    top_k: int = key(
-        0, "Sample among so many tokens; 0: off.", at_least=0, verl="actor_rollout_ref.rollout.top_k"
-    )
-    max_params: int = key(
-        2_000_000_000, "Largest model that the hf engine accepts.", unit="parameters", at_least=1
-    )
-    max_batch_tokens: int = key(
-        131072,
-        "Tokens (rows x prompt and response) that one process generates at a time: bounds its KV cache.",
-        unit="tokens",
-        at_least=1,
-    )

@@ -9,6 +9,7 @@ from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoi
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.loggers import useless_logger_keys
 from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
+from rolemesh.launch.rollout_keys import VLLM_KEYS
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.strategies import check_roles
@@ -36,12 +37,21 @@ def check_across(recipe: Recipe) -> None:
             "ref.endpoints is missing: where does the reference listen? such as [http://ref-0:5001]"
         )
     for axis in ROLLOUT_AXES if recipe.rollout.engine == "hf" else ():
+    _check_engine(recipe)
+    _check_pools(recipe)
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """How the built-in engine can be cut, and what bounds an engine's memory."""
         if (size := getattr(recipe.rollout.layout, axis)) not in (None, False, 1):
             raise RecipeError(
                 f"rollout.layout.{axis} is {size}, but rollout.engine hf keeps a whole copy of the model "
                 f"in each process: leave {axis} out"
             )
-    _check_pools(recipe)
+    if recipe.rollout.memory_share is not None and "rollout.max_batch_tokens" in recipe.given:
+        raise RecipeError(
+            "rollout.memory_share and rollout.max_batch_tokens both bound the KV cache: leave one of them out"
+        )
 
 
 def _check_comparisons(recipe: Recipe) -> None:
@@ -100,8 +110,10 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         mark("placement.pools says which roles go where", "placement.strategy")
     if recipe.placement.strategy != "auto":
         mark("only placement.strategy auto looks for a placement", "placement.pin")
-    if recipe.rollout.engine != "hf":
-        mark("rollout.engine is not hf", "rollout.max_params", "rollout.max_batch_tokens")
+    if recipe.rollout.engine == "hf":
+        mark("rollout.engine is hf, not vllm", *(f"rollout.{name}" for name in VLLM_KEYS))
+    else:
+        mark("rollout.engine is not hf", "rollout.max_params")
     for role in ("actor", "critic"):
         if getattr(recipe, role).optim.decay == "constant":
             mark(f"{role}.optim.decay is constant", f"{role}.optim.min_lr")

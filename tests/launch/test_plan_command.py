@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rolemesh.launch.check import check_recipe
 from rolemesh.launch.cli import _instead, main
-from rolemesh.launch.config import load_recipe, parse_recipe
+from rolemesh.launch.config import load_recipe
 from rolemesh.launch.plan import as_planned, not_runnable, plan_on, read_plan_file
 from rolemesh.placement.cluster import ClusterSpec, NodeSpec
 from rolemesh.placement.plan import PlacementPlan
@@ -274,9 +274,3 @@ def test_what_the_workers_cannot_do_is_said(small: Path, tmp_path: Path):
     assert list(not_runnable(read_plan_file(path))) == [
         "the plan recomputes critic selectively, which is not in this version: use none or full"
     ]
-
-
-def test_an_engine_that_is_planned_only_is_a_problem_for_check(small: Path):
-    recipe = parse_recipe(small.read_text(), small.parent, ["rollout.engine=vllm", "rollout.layout.tp=2"])
-    report = check_recipe(recipe)
-    assert any("rollout.engine vllm is planned, not run in this version" in said for said in report.problems)
