@@ -196,7 +196,7 @@ def _soft_overlong(recipe: Recipe) -> SoftOverlong | None:
 def _correction(recipe: Recipe) -> Correction | None:
     keys = recipe.algorithm.rollout_correction
     mask, reject = ((b[0], b[1]) if b else None for b in (keys.mask, keys.reject))
-    correction = Correction(keys.weights, keys.max_weight, mask, reject, keys.reject_by)
+    correction = Correction(keys.weights or "none", keys.max_weight, mask, reject, keys.reject_by)
     return None if correction.is_off else correction
 
 
@@ -228,6 +228,7 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         best_metric=recipe.run.best_metric if recipe.run.keep_best else None,
         critic_warmup=recipe.batch.critic_warmup,
         overlap=recipe.schedule.overlap,
+        staleness=recipe.schedule.staleness,
         refill=_refill(recipe),
         expect_initial_kl=recipe.ref.expect_initial_kl if recipe.has_ref else None,
         order=order or {},

@@ -185,6 +185,10 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
     if sampling.on is None:
         sampling = replace(sampling, on=recipe.algorithm.name == "dapo")
 
+    correction = recipe.algorithm.rollout_correction
+    if correction.weights is None:
+        correction = replace(correction, weights="token" if recipe.schedule.staleness else "none")
+
     def tokens(role: Actor | Critic | Ref | Reward) -> int:
         return role.micro_batch_tokens or recipe.batch.micro_batch_tokens
 
@@ -194,7 +198,11 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
     return replace(
         recipe,
         algorithm=replace(
-            recipe.algorithm, overlong=overlong, norm_tokens=norm_tokens, dynamic_sampling=sampling
+            recipe.algorithm,
+            overlong=overlong,
+            norm_tokens=norm_tokens,
+            dynamic_sampling=sampling,
+            rollout_correction=correction,
         ),
         run=replace(recipe.run, dir=recipe.run.dir or os.path.abspath(Path("runs") / name)),
         actor=replace(recipe.actor, micro_batch_tokens=tokens(recipe.actor)),

@@ -85,7 +85,7 @@ def _from_file(recipe: Recipe, path: str, shapes: Mapping[str, ModelShape], runn
                 (layout.check if runnable else layout.check_cut)(shapes[role])
             except LayoutError as error:
                 raise LayoutError(f"role {role!r} of the plan {path}: {error}") from None
-    plan.check_order(graph_of(recipe))
+    plan.check_order(graph_of(recipe), recipe.schedule.staleness)
     return plan
 
 

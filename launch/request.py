@@ -83,6 +83,7 @@ def request_of(
         cluster,
         remote=_stated_speeds(recipe),
         runnable=runnable,
+        staleness=recipe.schedule.staleness,
     )
 
 

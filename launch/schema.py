@@ -328,8 +328,13 @@ class Schedule(Section):
     """When operations run."""
 
     overlap: bool = key(True, "Run operations of different pools at the same time.")
-    staleness: Literal[0] = key(
-        0, "Steps a sample may be older than the weights.", unit="steps", later={1: "use 0"}
+    staleness: int = key(
+        0,
+        "Updates that the weights which make a sample may lack when it is trained on: 0 generates and trains "
+        "in turn, 1 generates for the next step meanwhile (one step off), more also hands the weights over "
+        "less often, each so many steps.",
+        unit="steps",
+        at_least=0,
     )
 
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from rolemesh.engine.batch_ref import BatchRef, pack, unpack
 from rolemesh.engine.future import DataProtoFuture, Outcome, RankSpan
+from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 
 _BLOCKS: dict[int, Any] = {}
@@ -62,4 +65,8 @@ def _taken(value: Any, rows: Any) -> Any:
 def _given(value: Any) -> Any:
     if isinstance(value, DataProto):
         return put(value)
-    return list(value) if isinstance(value, Iterator) else [value]
+    values = list(value) if isinstance(value, Iterator) else [value]
+    if not isinstance(values[0], Part):
+        return values
+    rows = [row for part in values for row in part.rows]
+    return put(DataProto.concat([part.data for part in values]).select_idxs(np.argsort(rows)))

@@ -142,7 +142,7 @@ def test_steps_and_epochs_exclude_each_other():
 @pytest.mark.parametrize(
     "override",
     [
-        "ref.stream=true", "schedule.staleness=1",
+        "ref.stream=true",
         "placement.pools.actor_side.python=py",
     ],
 )  # fmt: skip

@@ -121,7 +121,7 @@ def recorded_spans(graph: StepGraph, pool_of: dict[str, SimulatedPool]) -> list[
     batch_ref = import_module("rolemesh.engine.batch_ref")
     clock = iter(range(1000))
     written = SimpleNamespace(
-        meta_info={}, n_rows=0, tokens=None, select=lambda names: batch_ref.BatchRef({}, 0)
+        meta_info={}, n_rows=0, tokens=None, columns=(), select=lambda names: batch_ref.BatchRef({}, 0)
     )
 
     def call(operation, pool: SimulatedPool):
