@@ -29,6 +29,7 @@ def check_across(recipe: Recipe) -> None:
             "or use grpo"
         )
     check_algorithm(recipe)
+    _check_schedule(recipe)
     check_checkpoints(recipe.run, recipe.data.val_files)
     check_reward(recipe.reward)
     _check_comparisons(recipe)
@@ -36,13 +37,13 @@ def check_across(recipe: Recipe) -> None:
         raise RecipeError(
             "ref.endpoints is missing: where does the reference listen? such as [http://ref-0:5001]"
         )
-    for axis in ROLLOUT_AXES if recipe.rollout.engine == "hf" else ():
     _check_engine(recipe)
     _check_pools(recipe)
 
 
 def _check_engine(recipe: Recipe) -> None:
     """How the built-in engine can be cut, and what bounds an engine's memory."""
+    for axis in ROLLOUT_AXES if recipe.rollout.engine == "hf" else ():
         if (size := getattr(recipe.rollout.layout, axis)) not in (None, False, 1):
             raise RecipeError(
                 f"rollout.layout.{axis} is {size}, but rollout.engine hf keeps a whole copy of the model "
@@ -68,6 +69,23 @@ def _check_comparisons(recipe: Recipe) -> None:
                     f"data.val_files: validation takes one sample for each prompt, and {section}.judge "
                     "compares several: use judge.against: label, or leave val_files out"
                 )
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    """What generating ahead of training cannot go with."""
+    if not (staleness := recipe.schedule.staleness):
+        return
+    if not recipe.schedule.overlap:
+        raise RecipeError(
+            f"schedule.staleness is {staleness}, so that generation goes on while others train, but "
+            "schedule.overlap is false: leave overlap true, or staleness 0"
+        )
+    if recipe.algorithm.dynamic_sampling.on:
+        raise RecipeError(
+            f"schedule.staleness is {staleness}, but algorithm.dynamic_sampling (on by default with dapo) "
+            "draws a step's prompts by the scores of those before: use staleness 0, or "
+            "algorithm.dynamic_sampling.on: false"
+        )
 
 
 def useless_keys(recipe: Recipe) -> dict[str, str]:
