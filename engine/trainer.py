@@ -17,6 +17,7 @@ from rolemesh.engine.async_steps import StepsInFlight
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.controller import Arguments, Controller, NoProgress, Progress, StepResult
+from rolemesh.engine.partial import PartialRollout, PartialSpec
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.refill import Refill, RefillError, RefillSpec
 from rolemesh.engine.run_log import RunLog
@@ -41,8 +42,8 @@ class TrainerSpec:
     """How many steps, what each holds, and what happens between them (units in the recipe's keys).
 
     `order` is the plan's, see `Controller`. `refill` is for a graph that refills, `staleness` for one that
-    does not: see `StepsInFlight`. `expect_initial_kl` is how far actor and reference may be apart before the
-    first update.
+    does not: see `StepsInFlight`, and `partial` for one with a staleness of 0: see `PartialRollout`.
+    `expect_initial_kl` is how far actor and reference may be apart before the first update.
     """
 
     steps: int
@@ -57,6 +58,7 @@ class TrainerSpec:
     staleness: int = 0
     expect_initial_kl: float | None = None
     refill: RefillSpec | None = None
+    partial: PartialSpec | None = None
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -104,6 +106,7 @@ class Trainer:
     data_metrics: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
     flight: StepsInFlight | None = None
+    partial: PartialRollout | None = None
     _opened: dict[int, Opened] = field(default_factory=dict)
     _restored: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -112,6 +115,8 @@ class Trainer:
             raise ValueError(f"a step that refills ({', '.join(self.graph.refill)}) has a staleness of 0")
         if self.spec.staleness and self.flight is None:
             self.flight = StepsInFlight(self.graph, self.spec.staleness, self.spec.order)
+        if self.spec.partial is not None:
+            self.partial = PartialRollout(self.spec.partial, self.groups["rollout"], self.store, self.fetch)
 
     def fit(self) -> int:
         """Train until `spec.steps` steps are done: validates before and after, exports the actor at the end.
@@ -174,6 +179,8 @@ class Trainer:
             epoch, graph = self._epoch(), self._graph(step)
             if graph.refill:
                 result = self._refilled_run(graph, step)
+            elif self.partial is not None:
+                result = self._partial_run(self.partial, graph, step)
             else:
                 result = self._checked_run(graph, self.store(self.next_batch(step)), step)
         metrics = result.metrics
@@ -323,6 +330,16 @@ class Trainer:
         assert self.spec.expect_initial_kl is not None
         self._check_initial_kl(before.batch, self.spec.expect_initial_kl)
         return before, graph.select(names - set(COMPARED))
+
+    def _partial_run(self, partial: PartialRollout, graph: StepGraph, step: int) -> StepResult:
+        """Run a step on the samples that are finished first; the last step waits for all that are begun."""
+        self.progress.start("generate")
+        made = partial.generate(self.next_batch(step), step, wait=step == self.spec.steps)
+        self.progress.end("generate")
+        self.log.timeline.append(made.spans)
+        generated = StepResult(made.batch, made.metrics, {"generate": made.seconds}, made.spans)
+        rest = graph.select(op.name for op in graph.operations if op.name != "generate")
+        return joined(generated, self._checked_run(rest, made.batch, step))
 
     def _refilled_run(self, graph: StepGraph, step: int) -> StepResult:
         """Run a step whose first operations go on until enough prompts have samples of unequal scores; where

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.algorithms import AdaptiveKLController, Correction, FixedKLController, SoftOverlong
 from rolemesh.engine.checkpoint.saver import TrainedRole
+from rolemesh.engine.partial import PartialSpec
 from rolemesh.engine.refill import RefillSpec
 from rolemesh.engine.remote.http import Limits
 from rolemesh.engine.rewards import build
@@ -63,6 +64,7 @@ def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
         micro_batch_tokens=section.micro_batch_tokens or recipe.batch.micro_batch_tokens,
         new_head=isinstance(section, Critic) and section.new_head,
         recompute=isinstance(section, Actor | Critic) and section.recompute,
+        router_loss=section.router_loss if isinstance(section, Actor) else 0.0,
         temperature=recipe.rollout.temperature,
     )
 
@@ -135,6 +137,7 @@ def vllm_spec(recipe: Recipe, plan: PlacementPlan) -> VLLMRolloutSpec:
         memory_share=rollout.memory_share or EngineSpec.memory_share,
         eager=rollout.eager,
         sleeps=len(pool.roles) > 1,
+        partial=rollout.partial,
     )
     return VLLMRolloutSpec(engine, rollout.engine_restarts)
 
@@ -230,9 +233,15 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         overlap=recipe.schedule.overlap,
         staleness=recipe.schedule.staleness,
         refill=_refill(recipe),
+        partial=_partial(recipe),
         expect_initial_kl=recipe.ref.expect_initial_kl if recipe.has_ref else None,
         order=order or {},
     )
+
+
+def _partial(recipe: Recipe) -> PartialSpec | None:
+    rollout = recipe.rollout
+    return PartialSpec(rollout.partial_share, recipe.lengths.max_response_tokens) if rollout.partial else None
 
 
 def _refill(recipe: Recipe) -> RefillSpec | None:

@@ -187,7 +187,8 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
 
     correction = recipe.algorithm.rollout_correction
     if correction.weights is None:
-        correction = replace(correction, weights="token" if recipe.schedule.staleness else "none")
+        mixed = recipe.schedule.staleness or recipe.rollout.partial
+        correction = replace(correction, weights="token" if mixed else "none")
 
     def tokens(role: Actor | Critic | Ref | Reward) -> int:
         return role.micro_batch_tokens or recipe.batch.micro_batch_tokens

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from rolemesh.launch.fields import Section, key
 from rolemesh.launch.roles import LayoutPins, layout_key
 
-VLLM_KEYS = ("memory_share", "max_seqs", "eager", "engine_restarts")
+VLLM_KEYS = ("memory_share", "max_seqs", "eager", "partial", "partial_share", "engine_restarts")
 """Keys that mean something to vLLM only."""
 
 
@@ -66,6 +66,14 @@ class Rollout(Section):
         False,
         "vLLM without CUDA graphs and compiler; on CPUs it always runs so.",
         verl="actor_rollout_ref.rollout.enforce_eager",
+    )
+    partial: bool = key(
+        False,
+        "A vLLM step trains on the prompts whose samples are all finished first; the others are written on "
+        "in the next step, by its weights.",
+    )
+    partial_share: float = key(
+        0.8, "Part of the prompts in flight that a step waits for (partial).", above=0, at_most=1
     )
     engine_restarts: int = key(
         3, "How often one operation may replace a vLLM engine that died.", unit="restarts", at_least=0

@@ -53,6 +53,16 @@ def _check_engine(recipe: Recipe) -> None:
         raise RecipeError(
             "rollout.memory_share and rollout.max_batch_tokens both bound the KV cache: leave one of them out"
         )
+    if recipe.rollout.partial and recipe.schedule.staleness:
+        raise RecipeError(
+            f"rollout.partial keeps the longest responses for the next step, and schedule.staleness "
+            f"{recipe.schedule.staleness} generates ahead of it: use one of them"
+        )
+    if recipe.rollout.partial and recipe.algorithm.dynamic_sampling.on:
+        raise RecipeError(
+            "rollout.partial trains on what is finished first, and algorithm.dynamic_sampling (on by default "
+            "with dapo) fills a step by scores: use one of them"
+        )
 
 
 def _check_comparisons(recipe: Recipe) -> None:
@@ -132,6 +142,8 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         mark("rollout.engine is hf, not vllm", *(f"rollout.{name}" for name in VLLM_KEYS))
     else:
         mark("rollout.engine is not hf", "rollout.max_params")
+    if not recipe.rollout.partial:
+        mark("rollout.partial is false", "rollout.partial_share")
     for role in ("actor", "critic"):
         if getattr(recipe, role).optim.decay == "constant":
             mark(f"{role}.optim.decay is constant", f"{role}.optim.min_lr")

@@ -112,16 +112,16 @@ class EngineProcess:
 
     def abort(self) -> None:
         """Let the running `generate` end; does not wait for that."""
-        self._actor.abort.options(concurrency_group="control").remote()
+        self._call("abort", thread="control")
 
     def kill(self) -> None:
         """End the process at once."""
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 
-    def _call(self, method: str, *args: Any, limit_s: float | None = None) -> Any:
+    def _call(self, method: str, *args: Any, limit_s: float | None = None, thread: str = "compute") -> Any:
         limit_s = self._timeout_s if limit_s is None else limit_s
-        ref = getattr(self._actor, method).options(concurrency_group="compute").remote(*args)
+        ref = getattr(self._actor, method).options(concurrency_group=thread).remote(*args)
         with self._failures():
             try:
                 return ray.get(ref, timeout=limit_s)

@@ -47,15 +47,16 @@ class Rows:
     """The rows that one call works on.
 
     Args:
-        batch: `input_ids`, `attention_mask` [b, P] left-padded, or the columns of an earlier result whose
-            responses are to be continued; when sampling also `row_ids` [b] int64.
+        batch: `input_ids`, `attention_mask` [b, P] left-padded; when sampling also `row_ids` [b] int64. With
+            `responses`, `response_mask`, `rollout_log_probs` and `weight_versions` [b, R], responses that
+            are begun are continued; the columns of an earlier result will do.
         options: how responses are drawn and padded.
     """
 
     def __init__(self, batch: DataProto, options: SamplingOptions) -> None:
         self.options, columns = options, batch.batch
         is_begun = "responses" in columns
-        self.prompts = columns["prompts" if is_begun else "input_ids"]  # [b, P]
+        self.prompts = columns["prompts" if "prompts" in columns else "input_ids"]  # [b, P]
         self.prompt_mask = columns["attention_mask"][:, : self.prompts.shape[1]]
         size = (len(batch), options.max_response_tokens)
         self.responses = torch.full(size, options.pad_id, dtype=self.prompts.dtype)
@@ -63,7 +64,8 @@ class Rows:
         self.log_probs = torch.zeros(size)
         self.versions = torch.full(size, NO_VERSION, dtype=torch.int64)
         if is_begun:
-            self.responses, self.mask = columns["responses"].clone(), columns["response_mask"].clone()
+            self.mask = columns["response_mask"].clone()
+            self.responses = torch.where(self.mask.bool(), columns["responses"], options.pad_id)
             self.log_probs = columns["rollout_log_probs"].clone()
             self.versions = columns["weight_versions"].clone()
         self.prompt_lengths: list[int] = self.prompt_mask.sum(1).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -107,7 +108,8 @@ class VLLMRolloutWorker(Worker):
         if not self.spec.engine.partial:
             raise RolloutError("responses are not stopped halfway: rollout.partial is off")
         if self._engine is not None:
-            self._engine.abort()
+            with contextlib.suppress(EngineDied):  # the running call sees that too, and has another write
+                self._engine.abort()
 
     def engine_pid(self) -> int | None:
         """The process of this rank's engine."""

@@ -31,7 +31,7 @@ def layouts(plan: PlanRequest, role: str, devices: DeviceSet) -> list[Layout]:
             [whole] if all(getattr(whole, k) == v for k, v in request.pins.items()) else []
         )
     elif plan.generates(role):
-        found = _serving(request, world, node)
+        found = _serving(plan, request, devices)
     else:
         found = _megatron(plan, request, world, node)
     return list(found)
@@ -111,13 +111,19 @@ def _experts(plan: PlanRequest, shape: ModelShape, stage: int, tp: int) -> list[
     return [(ep, 1) for ep in sizes] + cut
 
 
-def _serving(request: RoleRequest, world: int, node: int) -> Iterator[Layout]:
-    """tp, and pp for models that a node does not hold; experts are cut like the rest, or else spread."""
-    shape = request.shape
+def _serving(plan: PlanRequest, request: RoleRequest, devices: DeviceSet) -> Iterator[Layout]:
+    """tp, and pp for models that a node does not hold; experts are cut like the rest, or else spread.
+
+    Our engines (runnable) are cut over tp alone, each on one node.
+    """
+    shape, world, node = request.shape, devices.world, max(devices.counts)
     for tp in _sizes(request, "tp", legal_tp(shape)):
         if world % tp or (tp > 2 * node and "tp" not in request.pins):
             continue
-        for pp in _sizes(request, "pp", (1, 2, 4, 8) if tp >= node or "pp" in request.pins else (1,)):
+        if plan.runnable and any(count % tp for count in devices.counts):
+            continue
+        deep = (tp >= node or "pp" in request.pins) and not plan.runnable
+        for pp in _sizes(request, "pp", (1, 2, 4, 8) if deep else (1,)):
             dp, over = divmod(world // tp, pp)
             if over or pp > shape.n_layers or request.pins.get("dp", dp) != dp:
                 continue
@@ -125,7 +131,7 @@ def _serving(request: RoleRequest, world: int, node: int) -> Iterator[Layout]:
                 yield Layout(tp, dp=dp, pp=pp)
             elif shape.moe.ffn % tp == 0:
                 yield Layout(tp, dp=dp, pp=pp, etp=tp)
-            elif shape.moe.n % tp == 0:
+            elif shape.moe.n % tp == 0 and not plan.runnable:
                 yield Layout(tp, dp=dp, pp=pp, ep=tp)
 
 
