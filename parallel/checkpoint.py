@@ -40,7 +40,7 @@ from rolemesh.parallel.durable_files import FileRecord, HashedFile, read_record,
 from rolemesh.parallel.model import ParallelModel
 from rolemesh.parallel.weights.boxes import boxes
 from rolemesh.parallel.weights.load import planned_parameters
-from rolemesh.parallel.weights.pieces import Replicated
+from rolemesh.parallel.weights.pieces import Buffer, Replicated
 from rolemesh.parallel.weights.plan import export_order, hf_tensors, stage_plan
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -140,33 +140,44 @@ def _sharded_state(model: ParallelModel, *, saving: bool) -> Iterator[tuple[str,
     """
     assert model.optimizer is not None
     shape, layout, coords = model.shape, model.layout, model.coords
-    plans = stage_plan(shape, layout, coords.pp, model.head)
-    parameters = planned_parameters(model.module, plans, coords)
+    ep_rank = layout.expert_coords(layout.rank(coords)).ep
+    plans = stage_plan(shape, layout, coords.pp, model.head, ep_rank=ep_rank)
+    parameters = planned_parameters(dict(model.named_parameters()), plans, coords)
     whole = {name: tensor.shape for name, tensor in hf_tensors(shape, model.head).items()}
-    exported = {(stage, plan.name) for stage, plan in export_order(shape, layout, model.head)}
+    exported = {
+        tensor.name: (stage, plan.name)
+        for stage, _, plan in export_order(shape, layout, model.head)
+        for tensor in plan.tensors
+    }
     for plan in plans:
-        elsewhere = (coords.pp, plan.name) not in exported
+        elsewhere = (coords.pp, plan.name) != exported[plan.tensors[0].name]
         if saving and (elsewhere or (isinstance(plan.rule, Replicated) and coords.tp > 0)):
+            continue
+        if isinstance(plan.rule, Buffer):
+            if not saving or (coords.dp, coords.cp) == (0, 0):
+                key, data = f"param.{plan.tensors[0].name}", parameters[plan.name]
+                yield key, _sharded(key, data, tuple(data.shape), (0,) * data.ndim)
             continue
         shard = model.optimizer.shard_of(parameters[plan.name])
         if shard is None:
             continue
         for box in boxes(plan.cuts[coords.tp], shard.low, shard.high):
             for name in STATES:
-                data = box.view(shard.states[name])
                 key = f"{name}.{box.tensor}"
-                yield (
-                    f"{key}/{plan.name}/{box.offset}",
-                    ShardedTensor(
-                        key=key,
-                        data=data,
-                        dtype=data.dtype,
-                        local_shape=box.shape,
-                        global_shape=whole[box.tensor],
-                        global_offset=box.offset,
-                        axis_fragmentations=None,  # boxes are of all sizes
-                    ),
-                )
+                data = _sharded(key, box.view(shard.states[name]), whole[box.tensor], box.offset)
+                yield f"{key}/{plan.name}/{box.offset}", data
+
+
+def _sharded(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...]) -> ShardedTensor:
+    return ShardedTensor(
+        key=key,
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_shape=whole,
+        global_offset=offset,
+        axis_fragmentations=None,  # boxes are of all sizes
+    )
 
 
 def _described(model: ParallelModel) -> dict[str, str]:

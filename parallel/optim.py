@@ -91,7 +91,7 @@ class Optimizer:
     def __init__(
         self,
         config: OptimConfig,
-        model: DistributedDataParallel,
+        parts: list[DistributedDataParallel],
         groups: ProcessGroupCollection,
         dtype: torch.dtype,
     ) -> None:
@@ -110,7 +110,7 @@ class Optimizer:
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
             ),
-            [model],
+            parts,
             use_gloo_process_groups=False,
             pg_collection=groups,
         )

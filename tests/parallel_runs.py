@@ -30,13 +30,11 @@ def cut(model: ParallelModel, batch: Batch, rows: list[int], **limit: int) -> li
     """Micro-batches of some rows, with the batch's weights as a column."""
     columns = {"weights": weights(batch)[rows]}
     of_rows = batch.take(rows)
-    return micro_batches(
-        of_rows.input_ids, of_rows.attention_mask, columns, multiple=model.width_multiple, **limit
-    )
+    return micro_batches(of_rows.input_ids, of_rows.attention_mask, columns, padding=model.padding, **limit)
 
 
 def logits(model: ParallelModel, hidden: Tensor) -> Tensor:
-    """What the last stage's output [m, L, h] means: this rank's part of the logits [m, L, v / tp]."""
+    """What the last stage's output [1, T, h] means: this rank's part of the logits [1, T, v / tp]."""
     return hidden @ model.output_weight.T
 
 
@@ -44,15 +42,18 @@ def response_log_probs(model: ParallelModel, batch: Batch) -> Callable[[Tensor, 
     """Function of (hidden states, micro-batch) that gives log-probabilities [m, R] of response tokens."""
 
     def compute(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        index = response_index(micro_batch.attention_mask, batch.response_width)
-        log_prob, _ = linear_log_prob_and_entropy(
-            index.gather(hidden),
-            model.output_weight,
-            index.labels(micro_batch.tokens),
-            group=model.groups.tp,
-            vocab_size=model.shape.vocab,
-        )
-        return index.scatter(log_prob)
+        index = response_index(micro_batch, batch.response_width)
+
+        def score(hidden: Tensor, position: Tensor) -> tuple[Tensor | None, ...]:
+            return linear_log_prob_and_entropy(
+                hidden,
+                model.output_weight,
+                micro_batch.tokens[0, position + 1],
+                group=model.groups.tp,
+                vocab_size=model.shape.vocab,
+            )
+
+        return index.scatter(model.at(hidden, micro_batch, index.previous, score)[0])
 
     return compute
 
@@ -87,4 +88,5 @@ def total_loss(result: TrainResult) -> float | None:
 
 def exported(model: ParallelModel) -> dict[str, Tensor]:
     """Whole tensors by Hugging Face name, on the ranks that give them out."""
-    return dict(export_hf(model.module, model.shape, model.layout, model.groups, head=model.head))
+    named = dict(model.named_parameters())
+    return dict(export_hf(named, model.shape, model.layout, model.groups, head=model.head))

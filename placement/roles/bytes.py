@@ -31,12 +31,15 @@ from rolemesh.placement.memory.process import communicator_bytes, slack_fraction
 from rolemesh.placement.roles.request import PlanRequest, RoleRequest
 
 _MANY = 1 << 30  # replicas: with so many, what they share out is nothing
-Cut = tuple[int, ...]  # of a layout all but dp
+Cut = tuple[int | tuple[int, ...], ...]  # of a layout all but dp
 
 
 def cut_of(layout: Layout) -> Cut:
     """What of a layout activations depend on."""
-    return (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.sequence_parallel)
+    return (
+        *(layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp),
+        *(layout.sequence_parallel, layout.pp_layers),
+    )
 
 
 @dataclass(frozen=True)

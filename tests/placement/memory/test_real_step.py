@@ -58,16 +58,21 @@ def resident(model: ParallelModel) -> dict[int, int]:
     """Storages of weights, gradients and optimizer state, and their bytes."""
     assert model.optimizer is not None
     state = model.optimizer.megatron.optimizer.state
-    tensors = [*model.module.parameters(), *(buffer.grad_data for buffer in model._trained.buffers), *state]
-    tensors += [buffer.param_data for buffer in model._trained.buffers if buffer.param_data is not None]
+    tensors = [
+        *model.module.parameters(),
+        *(buffer.grad_data for buffer in model._trained[0].buffers),
+        *state,
+    ]
+    tensors += [buffer.param_data for buffer in model._trained[0].buffers if buffer.param_data is not None]
     tensors += [value for values in state.values() for value in values.values() if value.ndim]
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def loss_of(model: ParallelModel) -> Any:
     def loss(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = micro_batch.tokens[:, 1:].flatten()
-        rows = hidden[:, :-1].flatten(0, 1)
+        place = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
+        tokens = micro_batch.tokens[0, place[:, 1:].flatten()]
+        rows = hidden[0, place[:, :-1].flatten()]
         log_prob, _ = linear_log_prob_and_entropy(
             rows, model.output_weight, tokens, vocab_size=model.shape.vocab
         )
