@@ -7,11 +7,10 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -22,6 +21,9 @@ from rolemesh.parallel.weights.export import export_hf
 from rolemesh.parallel.weights.plan import Head, Owner, export_plan, hf_tensors
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
+
+if TYPE_CHECKING:  # who only plans weights need not load megatron-core
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 COPIED = (
     "generation_config.json",
