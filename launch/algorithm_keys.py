@@ -122,7 +122,7 @@ class RolloutCorrection(Section):
     weights: Literal["none", "token", "sequence"] | None = key(
         None,
         "Truncated importance sampling: by each token's ratio, or by its sequence's product of them.",
-        shown="none; token where schedule.staleness lets samples be older than the weights",
+        shown="none; token where schedule.staleness or rollout.partial makes samples older than the weights",
         verl="algorithm.rollout_correction.rollout_is",
     )
     max_weight: float = key(

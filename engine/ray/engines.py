@@ -105,9 +105,13 @@ class EngineProcess:
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         """Samples as they end."""
         method = self._actor.generate.options(num_returns="streaming", concurrency_group="compute")
-        for ref in method.remote(list(requests)):
+        stream = method.remote(list(requests))
+        while True:
             with self._failures():
-                samples = ray.get(ref)
+                try:
+                    samples = ray.get(next(stream))
+                except StopIteration:
+                    return
             yield samples
 
     def abort(self) -> None:
