@@ -67,9 +67,20 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
         report.problems += not_runnable(report.plan)
         if "actor" in checkpoints:
             report.problems += engine_problems(recipe, report.plan, checkpoints["actor"].shape)
+        report.notes += _nothing_overlaps(recipe, report.plan)
         report.lines += report.plan.summary()
         report.lines += batch_lines(recipe, report.plan)
     return report
+
+
+def _nothing_overlaps(recipe: Recipe, plan: PlacementPlan) -> Iterator[str]:
+    """Staleness that buys nothing."""
+    pool = plan.pool_of("rollout")
+    if recipe.schedule.staleness and "actor" in pool.roles:
+        yield (
+            f"schedule.staleness is {recipe.schedule.staleness}, but rollout and actor take turns on pool "
+            f"{pool.name}: samples get older and hardly anything overlaps; give the rollout a pool of its own"
+        )
 
 
 def resume_from(run: Run, report: CheckReport) -> None:

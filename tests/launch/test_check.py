@@ -64,6 +64,17 @@ def test_a_recipe_that_can_run_has_no_problems_and_shows_its_plan_and_arithmetic
         assert line in report.lines
 
 
+def test_staleness_that_overlaps_nothing_gets_a_note(folder):
+    together = check(folder, "schedule.staleness=1")
+    assert together.problems == []
+    (note,) = [note for note in together.notes if "staleness" in note]
+    assert "schedule.staleness is 1, but rollout and actor take turns on pool actor_side" in note
+    assert not [
+        n for n in check(folder, "schedule.staleness=1", "placement=standalone").notes if "stale" in n
+    ]
+    assert not [n for n in check(folder).notes if "staleness" in n]
+
+
 def test_micro_batches_per_rank_are_counted_at_full_and_at_expected_lengths(folder):
     actor = next(line for line in check(folder).lines if line.startswith("actor: dp 1"))
     # 6 samples of 16 + 16 tokens: 4 fit into 128 tokens. Expected: 6 * (16 + 8) / 128.
