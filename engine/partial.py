@@ -151,8 +151,16 @@ class PartialRollout:
     def _spans(self, running: Any, step: int) -> list[Span]:
         pool = self._group.resource_pool.name
         return [
-            Span("generate", "rollout", pool, s.rank, s.start_s, s.end_s, {"step": step, **s.notes})
-            for s in running.spans
+            Span(
+                "generate",
+                "rollout",
+                pool,
+                span.rank,
+                span.start_s,
+                span.end_s,
+                {"step": step, "bytes_fetched": span.nbytes_fetched, "kernels": list(span.kernels)},
+            )
+            for span in running.spans
         ]
 
 

@@ -137,6 +137,7 @@ SAVED = ["run.save_every=2", "run.validate_every=2", "run.keep_last=2"]
 WITH = {
     "reward.parts.NAME.kind": ["reward.parts.NAME.path=null"],
     "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
+    "rollout.partial_share": ["rollout.partial=true"],
     "run.keep_last": ["run.save_every=2"],
     "run.keep_best": SAVED,
     "run.best_metric": [*SAVED, "run.keep_best=1"],

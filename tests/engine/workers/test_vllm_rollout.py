@@ -237,8 +237,9 @@ def test_an_engine_over_two_devices_writes_what_one_on_a_single_device_writes(
             one.batch["rollout_log_probs"], two.batch["rollout_log_probs"], atol=1e-4, rtol=0
         )
     children = psutil.Process(pids[0]).children(recursive=True)
-    assert len([child for child in children if "spawn_main" in " ".join(child.cmdline())]) >= 2
-    children[-1].kill()  # vLLM's own worker: the engine fails, and is replaced as a whole
+    workers = [child for child in children if "Worker_TP" in " ".join(child.cmdline())]
+    assert len(workers) == 2, [child.cmdline() for child in children]
+    workers[1].kill()  # vLLM's own: the engine fails, and is replaced as a whole
     again = wide.generate_sequences(prompts(12), greedy=True)
     assert torch.equal(again.batch["responses"], two.batch["responses"])
     assert again.meta_info["metrics"]["rollout/engine_restarts"] == [1]
