@@ -227,7 +227,7 @@ def _called_from_megatron() -> bool:
 
 
 def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What the dispatcher of experts' tokens makes of tensors on a GPU; CPU ones it would leave as they are."""
+    """What the dispatcher of experts' tokens makes of tensors on a GPU; it would leave CPU ones alone."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -291,7 +291,8 @@ def make_plan(
         try:
             filled[role] = Layout.fill(layouts.get(role, {}), pool.world)
             if role in shapes:
-                (filled[role].check if runnable else filled[role].check_cut)(shapes[role])
+                ours = runnable and role != "rollout"  # an engine's layout is its own
+                (filled[role].check if ours else filled[role].check_cut)(shapes[role])
         except LayoutError as error:
             raise LayoutError(f"role {role!r} on pool {pool.name!r}: {error}") from None
     idle = {node: count for node, count in placement.free(cluster).items() if count}

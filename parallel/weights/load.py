@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rolemesh.parallel.checkpoint_error import CheckpointError, listed
 from rolemesh.parallel.weights.checkpoint import Checkpoint
-from rolemesh.parallel.weights.families import family_map
+from rolemesh.parallel.weights.families import WeightMap, family_map
 from rolemesh.parallel.weights.pieces import Cut, HfTensor
 from rolemesh.parallel.weights.plan import (
     HEAD_NAME,
@@ -101,11 +101,7 @@ def _check_names(
     expected = set(hf_tensors(shape, head, head_name)) - ({weight} if new_head else set())
     unneeded = {bias, lm_head} if head == "value" else {lm_head}
     missing = expected - checkpoint.names
-    unexpected = {
-        name
-        for name in checkpoint.names - expected - unneeded
-        if not re.fullmatch(family_map(shape).derived, name)
-    }
+    unexpected = unknown_names(checkpoint.names - expected - unneeded, family_map(shape))
     if head == "value" and missing == {weight}:
         raise CheckpointError(_no_head(checkpoint, weight, unexpected))
     if missing or unexpected:
@@ -118,6 +114,11 @@ def _check_names(
             raise CheckpointError(
                 f"{bias} of {checkpoint.path} is {values.tolist()}: a head with a bias is not supported"
             )
+
+
+def unknown_names(names: Iterable[str], weights: WeightMap) -> set[str]:
+    """Those of the names that follow from nothing in the configuration."""
+    return {name for name in names if not re.fullmatch(weights.derived, name)}
 
 
 def _no_head(checkpoint: Checkpoint, weight: str, unexpected: set[str]) -> str:

@@ -43,10 +43,10 @@ def _sizes(request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
     return [size for size in sizes if pinned is None or size == pinned]
 
 
-def _wished(plan: PlanRequest, request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
+def _wished(request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
     """The same for sizes that are worth looking at: a pinned one may be another."""
     pinned = request.pins.get(axis)
-    return [int(pinned)] if pinned is not None and not plan.runnable else _sizes(request, axis, sizes)
+    return list(sizes) if pinned is None else [int(pinned)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,32 +72,35 @@ def _megatron(plan: PlanRequest, request: RoleRequest, world: int, node: int) ->
             continue
         if plan.runnable and shape.moe and tp > 1 and not parallel:
             continue
-        for cp in _wished(plan, request, "cp", _context_sizes(plan)):
+        for cp in _wished(request, "cp", _context_sizes(plan)):
             rest, over = divmod(world, tp * cp)
             for pp in _sizes(request, "pp", _divisors(rest) if not over else ()):
                 if pp > shape.n_layers or (pp > MOST_PP and "pp" not in pins):
                     break
                 if "pp" not in pins and shape.n_layers % pp and pp.bit_count() > 1 and pp != rest:
                     continue
-                for vpp in _wished(plan, request, "vpp", _virtual(plan, shape, pp)):
+                for vpp in _wished(request, "vpp", _virtual(shape, pp)):
                     if vpp > 1 and (pp == 1 or shape.n_layers < pp * vpp):
+                        continue
+                    if pins.get("pp_layers") and len(pins["pp_layers"]) != pp * vpp:
                         continue
                     for ep, etp in _experts(plan, shape, world // pp, tp):
                         dp = rest // pp
                         fits = (("ep", ep), ("etp", etp), ("dp", dp))
                         if all(pins.get(axis, size) == size for axis, size in fits):
-                            yield _layout(tp, cp, dp, pp, vpp, ep, etp, parallel)
+                            layers = tuple(pins.get("pp_layers", ()))
+                            yield _layout(tp, cp, dp, pp, vpp, ep, etp, parallel, layers)
 
 
 def _context_sizes(plan: PlanRequest) -> tuple[int, ...]:
-    if plan.runnable or plan.workload.longest_tokens < LONG_TOKENS:
+    if plan.workload.longest_tokens < LONG_TOKENS:
         return (1,)
     return tuple(2**k for k in range(5) if plan.workload.longest_tokens / 2**k >= LONG_TOKENS / 4)
 
 
-def _virtual(plan: PlanRequest, shape: ModelShape, pp: int) -> tuple[int, ...]:
+def _virtual(shape: ModelShape, pp: int) -> tuple[int, ...]:
     """1, and 4 or 2: more virtual stages have smaller bubbles and keep less, for more sends."""
-    if plan.runnable or pp == 1:
+    if pp == 1:
         return (1,)
     return (1, *[vpp for vpp in (4, 2) if shape.n_layers % (pp * vpp) == 0][:1])
 
@@ -136,8 +139,10 @@ def _serving(plan: PlanRequest, request: RoleRequest, devices: DeviceSet) -> Ite
 
 
 @functools.lru_cache(maxsize=65_536)
-def _layout(tp: int, cp: int, dp: int, pp: int, vpp: int, ep: int, etp: int, parallel: bool) -> Layout:
-    return Layout(tp, cp, dp, pp, vpp, ep, etp, parallel)
+def _layout(
+    tp: int, cp: int, dp: int, pp: int, vpp: int, ep: int, etp: int, parallel: bool, layers: tuple[int, ...]
+) -> Layout:
+    return Layout(tp, cp, dp, pp, vpp, ep, etp, parallel, layers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -179,8 +184,8 @@ def recomputes(plan: PlanRequest, role: str) -> tuple[Recompute, ...]:
 
 
 def offloads(plan: PlanRequest, role: str) -> tuple[bool, ...]:
-    """Whether states may wait on the host; our workers keep them on the device."""
+    """Whether states may wait on the host; those of our engines stay where they are."""
     pinned = plan.roles[role].offload
     if pinned is not None:
         return (pinned,)
-    return (False,) if plan.runnable else (False, True)
+    return (False,) if plan.runnable and plan.generates(role) else (False, True)

@@ -6,6 +6,7 @@ right the ones transformers writes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from rolemesh.parallel.weights.pieces import (
     Columns,
@@ -60,7 +61,7 @@ def decoder_map(
     return WeightMap(
         derived=derived,
         embedding=VocabRows(HfTensor("model.embed_tokens.weight", vocab_shape)),
-        layer=layer,
+        layer=cache(layer),
         final_norm=Replicated(HfTensor("model.norm.weight", (shape.hidden,))),
         lm_head=VocabRows(HfTensor("lm_head.weight", vocab_shape)),
     )
