@@ -241,12 +241,12 @@ class Trainer:
 
     def _graph(self, step: int) -> StepGraph:
         """The step's graph: at first only the critic may learn; the rollout may keep its weights."""
-        if step > self.spec.critic_warmup:
-            left_out = frozenset[str]()
-            if self.flight is not None and not self.flight.transfers_after(step):
-                left_out = self.flight.transfers
-        else:
+        if step <= self.spec.critic_warmup:
             left_out = frozenset({"update_actor", "sync_weights"})
+        elif self.flight is not None and not self.flight.transfers_after(step):
+            left_out = self.flight.transfers
+        else:
+            return self.graph
         return self.graph.select(op.name for op in self.graph.operations if op.name not in left_out)
 
     def _flown_run(self, flight: StepsInFlight, step: int) -> tuple[Mapping[str, float], StepResult]:
@@ -290,7 +290,7 @@ class Trainer:
         )
 
     def _settle(self) -> None:
-        """Wait until no step is generated any more and the newest weights have come to the rollout."""
+        """Wait until no samples are being generated: the rollout is free."""
         if self.flight is not None:
             self.flight.settle()
             self.log.timeline.append(self.flight.new_spans())

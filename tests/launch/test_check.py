@@ -73,6 +73,8 @@ def test_staleness_that_overlaps_nothing_gets_a_note(folder):
         n for n in check(folder, "schedule.staleness=1", "placement=standalone").notes if "stale" in n
     ]
     assert not [n for n in check(folder).notes if "staleness" in n]
+    lines = check(folder, "schedule.staleness=1", "batch.mini_batch_samples=null").lines
+    assert any("algorithm.rollout_correction (weights: token) is for" in line for line in lines)
 
 
 def test_micro_batches_per_rank_are_counted_at_full_and_at_expected_lengths(folder):
