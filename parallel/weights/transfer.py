@@ -6,7 +6,8 @@ the same processes, every process gives first and `take` does the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +18,16 @@ from rolemesh.parallel.weights.transfer_link import Link, Meeting, Member
 from rolemesh.parallel.weights.transfer_plan import TransferError
 from rolemesh.parallel.weights.transfer_sides import Side
 
+Lend = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+"""Makes a source's tensors, by their names there, stay where they are for as long as they are read."""
+
 
 @dataclass(frozen=True)
 class _Given:
     """A source that waits in this process for the target's turn."""
 
     side: Side
-    tensors: Mapping[str, Tensor]
+    lend: Lend
 
 
 class Links:
@@ -37,8 +41,8 @@ class Links:
         self._links: dict[str, Link] = {}
         self._given: dict[str, _Given] = {}
 
-    def give(self, meeting: Meeting, rank: int, what: str, side: Side, tensors: Mapping[str, Tensor]) -> None:
-        """Send `tensors`, by the names of `side`'s holdings, from source rank `rank` to whoever takes them.
+    def give(self, meeting: Meeting, rank: int, what: str, side: Side, lend: Lend) -> None:
+        """Send what `lend` gives, named as `side` holds it, from source rank `rank` to whoever takes it.
 
         `what` names this process in messages. Returns when all is sent and read; where source and target
         share processes it returns at once, and `take` does it.
@@ -47,11 +51,11 @@ class Links:
         """
         self.report = TransferReport()
         if meeting.together:
-            self._given[meeting.pair] = _Given(side, tensors)
+            self._given[meeting.pair] = _Given(side, lend)
             return
         member = Member(what, _gpu(), source=side if rank == 0 else None)
         link = self._link(meeting, meeting.source_process(rank), member)
-        for _ in self._run(link, tensors, None):
+        for _ in self._run(link, lend, None):
             raise AssertionError("a source receives nothing")
 
     def take(
@@ -72,11 +76,18 @@ class Links:
         described = given.side if given is not None and rank == 0 else None
         member = Member(what, _gpu(), source=described, target=side if rank == 0 else None)
         link = self._link(meeting, meeting.target_process(rank), member)
-        yield from self._run(link, given.tensors if given else {}, land or _new_memory)
+        yield from self._run(link, given.lend if given else _nothing, land or _new_memory)
 
-    def link(self, meeting: Meeting) -> Link:
-        """This process's end of the transfers of `meeting`, once there was one."""
-        return self._links[meeting.pair]
+    def link(self, meeting: Meeting) -> Link | None:
+        """This process's end of the transfers of `meeting`; None before the first."""
+        link = self._links.get(meeting.pair)
+        return link if link is not None and link.meeting.id == meeting.id else None
+
+    def end(self, meeting: Meeting) -> None:
+        """End this process's part in the transfers of `meeting`: who waits for it learns of that at once."""
+        self._given.pop(meeting.pair, None)
+        if (link := self._links.pop(meeting.pair, None)) is not None:
+            link.close()
 
     def close(self) -> None:
         """End every link of this process."""
@@ -85,19 +96,17 @@ class Links:
         self._links.clear()
         self._given.clear()
 
-    def _run(
-        self, link: Link, tensors: Mapping[str, Tensor], land: Land | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        exchange = Exchange(link, tensors, land)
-        self.report = exchange.report
+    def _run(self, link: Link, lend: Lend, land: Land | None) -> Iterator[tuple[str, Tensor]]:
         whole = False
         try:
-            yield from exchange.run()
+            with lend() as tensors:
+                exchange = Exchange(link, tensors, land)
+                self.report = exchange.report
+                yield from exchange.run()
             whole = True
         finally:
             if not whole:  # an error here, or in who iterates: the others must not wait for this process
-                self._links.pop(link.meeting.pair, None)
-                link.close()
+                self.end(link.meeting)
 
     def _link(self, meeting: Meeting, process: int, member: Member) -> Link:
         link = self._links.get(meeting.pair)
@@ -115,6 +124,10 @@ def _gpu() -> str | None:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _nothing() -> AbstractContextManager[Mapping[str, Tensor]]:
+    return nullcontext({})
 
 
 def _new_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

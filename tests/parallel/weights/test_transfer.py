@@ -3,14 +3,17 @@
 import json
 import random
 import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from gloo import run_ranks
 from safetensors.torch import load_file
+from store_process import serving_store
 from tiny import tiny_checkpoint
 from torch import Tensor
 
@@ -65,8 +68,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def store_port() -> Iterator[int]:
+    with serving_store() as port:
+        yield port
 
 
 def shape_of(path: Path) -> ModelShape:
@@ -111,7 +115,7 @@ def run_case(case: Case, n: int, port: int, path: Path, rank: int, rounds: int =
             tensors = loaded(path, source, rank)
             for tensor in tensors.values():
                 tensor += again
-            links.give(meeting, rank, f"actor rank {rank}", source, tensors)
+            links.give(meeting, rank, f"actor rank {rank}", source, partial(nullcontext, tensors))
         target_rank = rank if case.together else rank - source.n_ranks
         if target_rank >= 0:
             check(case, links, meeting, target_rank, target, path, again)
@@ -203,8 +207,8 @@ SMALL = [
 ]
 
 
-def test_every_bit_arrives_and_no_more_than_must(checkpoint, store):
-    reports = transferred(SMALL, checkpoint, store.port)
+def test_every_bit_arrives_and_no_more_than_must(checkpoint, store_port):
+    reports = transferred(SMALL, checkpoint, store_port)
     check_reports(SMALL, checkpoint, reports)
     alone = reports[-1]  # every process has all that it needs
     assert all(report.received_bytes == 0 < report.copied_bytes for report in alone if report)
@@ -212,35 +216,42 @@ def test_every_bit_arrives_and_no_more_than_must(checkpoint, store):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_every_bit_arrives_between_random_layouts(tmp_path, store, seed):
+def test_every_bit_arrives_between_random_layouts(tmp_path, store_port, seed):
     draw = random.Random(seed)
     family, tied = draw.choice(["llama", "qwen2", "qwen3"]), draw.random() < 0.5
     path = tiny_checkpoint(tmp_path / "model", family, tied=tied, vocab=draw.choice([128, 301]), layers=4)
     cases = [random_case(draw) for _ in range(24)]
-    check_reports(cases, path, transferred(cases, path, store.port))
+    check_reports(cases, path, transferred(cases, path, store_port))
 
 
-def test_where_shared_memory_has_no_room_the_network_does(checkpoint, store, monkeypatch):
+def test_where_shared_memory_has_no_room_the_network_does(checkpoint, store_port, monkeypatch):
     monkeypatch.setattr("rolemesh.parallel.weights.transfer_memory.SHARED", Path("/nowhere"))
     memory = HostMemory(1 << 10)
     assert memory.path is None
     assert memory.bytes.numel() == 1 << 10
     case = Case(Layout(tp=2), (1, 1))
-    reports = transferred([case], checkpoint, store.port)[0]
+    reports = transferred([case], checkpoint, store_port)[0]
     assert set(reports[2].by_route) == {"gloo"}
 
 
-def test_no_process_holds_the_whole_model_beyond_its_own_part(checkpoint, store):
+def test_no_process_holds_the_whole_model_beyond_its_own_part(checkpoint, store_port):
     """An engine's rank gives every tensor up as it passes it on; buffers are two buckets each way."""
     source = MegatronSide(shape_of(checkpoint), Layout(tp=2), torch.float32)
     target = EngineSide(source.shape, torch.float32, tp=2)
-    meeting = Meeting("a>b", "held", "127.0.0.1", store.port, 2, 2, False, 60.0, BUCKET, shared=False)
+    meeting = Meeting("a>b", "held", "127.0.0.1", store_port, 2, 2, False, 60.0, BUCKET, shared=False)
+
+    def buffers(links: Links) -> int:
+        link = links.link(meeting)
+        assert link is not None
+        return link.buffer_bytes
 
     def most_bytes(rank: int, world: int) -> tuple[int, int]:
         links, alive = Links(), list[weakref.ref[Tensor]]()
         if rank < 2:
-            links.give(meeting, rank, f"a{rank}", source, loaded(checkpoint, source, rank))
-            return 0, links.link(meeting).buffer_bytes
+            links.give(
+                meeting, rank, f"a{rank}", source, partial(nullcontext, loaded(checkpoint, source, rank))
+            )
+            return 0, buffers(links)
         most = 0
 
         def land(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -252,7 +263,7 @@ def test_no_process_holds_the_whole_model_beyond_its_own_part(checkpoint, store)
 
         for _ in links.take(meeting, rank - 2, f"b{rank - 2}", target, land):
             pass
-        return most, links.link(meeting).buffer_bytes
+        return most, buffers(links)
 
     sizes = sorted((t.nbytes for t in load_file(checkpoint / "model.safetensors").values()), reverse=True)
     for held, buffers in run_ranks(most_bytes, 4):

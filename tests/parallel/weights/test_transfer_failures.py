@@ -5,12 +5,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from store_process import serving_store
 from torch import Tensor
 
 from rolemesh.parallel.weights.transfer import Links
@@ -28,9 +29,8 @@ LIMIT_S = 3.0
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield Meeting("actor>rollout", "failing", "127.0.0.1", store.port, 2, 1, False, LIMIT_S, 16 << 10)
-    del store  # it serves as long as it is held
+    with serving_store() as port:
+        yield Meeting("actor>rollout", "failing", "127.0.0.1", port, 2, 1, False, LIMIT_S, 16 << 10)
 
 
 def outcomes(*parts: Callable[[], Any], within_s: float) -> list[str]:
@@ -90,7 +90,9 @@ LAST = "decoder.final_layernorm.weight"
 def giver(
     meeting: Meeting, rank: int, at: str | None = None, do: Callable[[], Any] = dict
 ) -> Callable[[], Any]:
-    return lambda: Links().give(meeting, rank, f"actor rank {rank}", SOURCE, Failing(rank, at, do))
+    return lambda: Links().give(
+        meeting, rank, f"actor rank {rank}", SOURCE, lambda: nullcontext(Failing(rank, at, do))
+    )
 
 
 def taker(meeting: Meeting, stop: Callable[[str], Any] = str) -> Callable[[], Any]:
