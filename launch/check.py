@@ -57,6 +57,8 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     checkpoints = _read_models(recipe, report)
     report.problems += [*_heads(recipe, checkpoints), *_lengths(recipe, checkpoints)]
     report.problems += [*_vocabularies(checkpoints)]
+    if recipe.actor.router_loss and "actor" in checkpoints and checkpoints["actor"].shape.moe is None:
+        report.problems.append("actor.router_loss: the actor is no mixture of experts: leave it out")
     try:
         report.plan = _plan(recipe, checkpoints, offline, report)
     except (RecipeError, *PLANNING_ERRORS) as error:

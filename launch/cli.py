@@ -95,7 +95,7 @@ def convert_to_hugging_face(
     out: Annotated[Path, typer.Argument(help="The new folder.")],
     role: Annotated[str, typer.Option("--role", help="actor, critic, or reward (of train-rm).")] = "actor",
 ) -> int:
-    """Write a model of a checkpoint as a Hugging Face folder."""
+    """Write a model of a checkpoint as a Hugging Face folder, or such a folder as a sharded checkpoint."""
     from rolemesh.launch.convert import convert_checkpoint
 
     for line in convert_checkpoint(checkpoint, out, role):

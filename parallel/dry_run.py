@@ -176,11 +176,13 @@ def _world_of_fakes(rank: int, world: int) -> Iterator[None]:
     """This process as `rank` of a world without others; new tensors of megatron-core are on meta."""
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
-    current_device, to_cuda = cuda.current_device, tensor.cuda
-    cuda.current_device, tensor.cuda = lambda: torch.device("meta"), lambda self, *_, **__: self
+    kept = cuda.current_device, cuda.Stream, tensor.cuda
+    cuda.current_device = lambda: torch.device("meta")
+    cuda.Stream = lambda *_, **__: None  # dispatchers of experts' tokens make one
+    tensor.cuda = lambda self, *_, **__: self
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        cuda.current_device, tensor.cuda = current_device, to_cuda
+        cuda.current_device, cuda.Stream, tensor.cuda = kept

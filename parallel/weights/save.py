@@ -176,9 +176,20 @@ def finish_folder(
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2))
     config = json.loads((source / "config.json").read_text())
     (partial / "config.json").write_text(json.dumps(hf_config(config, dtype, head), indent=2))
-    for file in {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}:
-        shutil.copy(file, partial)
+    _copy_tokenizer(source, partial)
     partial.rename(out_dir)
+
+
+def copy_settings(source: Path, folder: Path) -> None:
+    """Make `folder` with all of a Hugging Face folder but its weights."""
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    _copy_tokenizer(source, folder)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for file in {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}:
+        shutil.copy(file, folder)
 
 
 def _written_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
