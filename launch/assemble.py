@@ -32,8 +32,9 @@ from rolemesh.launch.arithmetic import updates
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.reward_keys import Judge, Reward
 from rolemesh.launch.reward_keys import Scorer as ScorerKeys
-from rolemesh.launch.roles import Actor, Critic, Optim, Ref
+from rolemesh.launch.roles import Actor, Critic, Lora, Optim, Ref
 from rolemesh.launch.schema import Recipe
+from rolemesh.parallel.lora import LoraConfig
 from rolemesh.parallel.optim import OptimConfig
 from rolemesh.placement.plan import PlacementPlan
 
@@ -63,10 +64,16 @@ def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
         optim=optim,
         micro_batch_tokens=section.micro_batch_tokens or recipe.batch.micro_batch_tokens,
         new_head=isinstance(section, Critic) and section.new_head,
-        recompute=isinstance(section, Actor | Critic) and section.recompute,
+        recompute=section.recompute if isinstance(section, Actor | Critic) else "none",
         router_loss=section.router_loss if isinstance(section, Actor) else 0.0,
+        offload=section.offload,
+        lora=_lora(section.lora) if isinstance(section, Actor | Critic) else None,
         temperature=recipe.rollout.temperature,
     )
+
+
+def _lora(keys: Lora) -> LoraConfig | None:
+    return LoraConfig(keys.rank, keys.alpha) if keys.rank else None
 
 
 def optim_config(optim: Optim, total_steps: int) -> OptimConfig:
@@ -221,6 +228,7 @@ def kl_controller(recipe: Recipe) -> FixedKLController | AdaptiveKLController:
 
 def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] | None = None) -> TrainerSpec:
     """The loop around the step; `order` is the plan's."""
+    apart = recipe.has_ref and recipe.ref.kind != "actor"
     return TrainerSpec(
         steps=steps,
         samples_per_prompt=recipe.batch.samples_per_prompt,
@@ -234,7 +242,7 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         staleness=recipe.schedule.staleness,
         refill=_refill(recipe),
         partial=_partial(recipe),
-        expect_initial_kl=recipe.ref.expect_initial_kl if recipe.has_ref else None,
+        expect_initial_kl=recipe.ref.expect_initial_kl if apart else None,
         order=order or {},
     )
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from rolemesh.launch.algorithm_rules import check_algorithm, useless_algorithm_keys
 from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys
-from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.fields import RecipeError, members
 from rolemesh.launch.loggers import useless_logger_keys
 from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
 from rolemesh.launch.rollout_keys import VLLM_KEYS
@@ -37,6 +37,11 @@ def check_across(recipe: Recipe) -> None:
         raise RecipeError(
             "ref.endpoints is missing: where does the reference listen? such as [http://ref-0:5001]"
         )
+    if recipe.has_ref and recipe.ref.kind == "actor" and not recipe.actor.lora.rank:
+        raise RecipeError(
+            "ref.kind is actor, which is for an actor with adapters (actor.lora): without them its first "
+            "weights are gone after one update"
+        )
     _check_engine(recipe)
     _check_pools(recipe)
 
@@ -49,6 +54,8 @@ def _check_engine(recipe: Recipe) -> None:
                 f"rollout.layout.{axis} is {size}, but rollout.engine hf keeps a whole copy of the model "
                 f"in each process: leave {axis} out"
             )
+    if recipe.rollout.layout.pp_layers:
+        raise RecipeError("rollout.layout.pp_layers: an engine shares out its layers itself; leave it out")
     if recipe.rollout.memory_share is not None and "rollout.max_batch_tokens" in recipe.given:
         raise RecipeError(
             "rollout.memory_share and rollout.max_batch_tokens both bound the KV cache: leave one of them out"
@@ -120,8 +127,11 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         )
         mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
     elif recipe.ref.kind == "remote":
-        names = ("path", "dtype", "layout", "micro_batch_tokens")
+        names = ("path", "dtype", "layout", "micro_batch_tokens", "offload")
         mark("ref.kind is remote: the service has the model", *(f"ref.{name}" for name in names))
+    elif recipe.ref.kind == "actor":
+        names = tuple(name for name in members(type(recipe.ref)) if name != "kind")
+        mark("ref.kind is actor: it is the actor without adapters", *(f"ref.{name}" for name in names))
     else:
         names = ("endpoints", "token_env", "limits", "speed")
         mark("ref.kind is model, not remote", *(f"ref.{name}" for name in names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.enums import LayerType
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
+
+Recompute = Literal["none", "selective", "full"]
 
 
 class StageLayers(PipelineParallelLayerLayout):
@@ -53,13 +55,15 @@ def transformer_config(
     pp_rank: int,
     *,
     dtype: torch.dtype,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> TransformerConfig:
     """Configuration of the pipeline stage `pp_rank`.
 
     There is no dropout, so that a forward pass is a function of weights and tokens alone. Weights are not
-    initialised: a checkpoint fills them. `recompute` keeps only each layer's input for the backward pass.
-    Gradients are summed over data parallel ranks, not averaged: losses come divided already.
+    initialised: a checkpoint fills them. `recompute` says what the backward pass makes anew: `full`
+    keeps only each layer's input, `selective` all but what attention gives (and, under context parallelism,
+    the other ranks' keys and values). Gradients are summed over data parallel ranks, not averaged: losses
+    come divided already.
 
     Raises LayoutError for a model that the workers do not build, and a layout that cannot cut it.
     """
@@ -102,9 +106,10 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         calculate_per_token_loss=True,  # gradients are summed over dp, the loss is not divided again
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_modules=["core_attn"],  # of `selective`
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
         # What needs apex's or Transformer Engine's kernels:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -124,6 +129,7 @@ def _experts(shape: ModelShape, layout: Layout) -> dict[str, Any]:
         "moe_ffn_hidden_size": shape.moe.ffn,
         "moe_router_topk": shape.moe.top_k,
         "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
         "moe_router_pre_softmax": True,  # not read: megatron-core refuses other settings for one expert
         "moe_shared_expert_intermediate_size": shape.moe.shared_ffn or None,
         "moe_shared_expert_gate": shape.moe.shared_gate,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,15 +26,26 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from rolemesh.parallel.config import transformer_config
+from rolemesh.parallel.config import Recompute, transformer_config
 from rolemesh.parallel.context import Packed, tokens_of
+from rolemesh.parallel.lora import (
+    LoraConfig,
+    adapter_plans,
+    adapters_off,
+    add_adapters,
+    is_adapters,
+    merged,
+    start,
+)
 from rolemesh.parallel.micro_batches import MicroBatch, Padding, pack
+from rolemesh.parallel.offload import Kind, Offload, Use
 from rolemesh.parallel.optim import OptimConfig, Optimizer
 from rolemesh.parallel.pipeline import StageLinks, group_size
 from rolemesh.parallel.process_state import prepare_process
 from rolemesh.parallel.router import TopKRouter, routers
 from rolemesh.parallel.stage import build_stage
 from rolemesh.parallel.weights import Head, load_hf, stored_tensors
+from rolemesh.parallel.weights.plan import ParameterPlan, rank_plan
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
 
@@ -86,14 +98,17 @@ class ParallelModel:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
         optim: OptimConfig | None = None,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         new_head: bool = False,
         router_loss: float = 0.0,
+        offload: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Build the model that the Hugging Face folder `path` holds; each rank reads only its own weights.
 
-        `optim` makes it trainable; `recompute` trades time for memory in training; `new_head` lets a value
-        model start from a checkpoint without a value head.
+        `optim` makes it trainable; `recompute` trades time for memory in training, see `transformer_config`;
+        `new_head` lets a value model start from a checkpoint without a value head; `offload` keeps weights
+        and optimizer state in host memory but inside of `use`; `lora` trains adapters and value heads only.
 
         Raises LayoutError for a layout that cannot cut the model, ModelError for an unsupported one,
         CheckpointError for missing or unknown weights, ValueError for training in fp16.
@@ -102,6 +117,7 @@ class ParallelModel:
             raise ValueError(f"train in bfloat16 or float32, not {dtype}: fp16 is for roles that only infer")
         self.shape = ModelShape.from_config(json.loads((Path(path) / "config.json").read_text()))
         self.layout, self.groups, self.head, self.dtype = layout, groups, head, dtype
+        self.lora = lora
         self._router_loss_coef = router_loss if self.shape.moe else 0.0
         self.device = torch.device(device)
         self.coords = layout.coords(dist.get_rank())
@@ -116,12 +132,53 @@ class ParallelModel:
             for part in range(layout.vpp)
         ]
         self.optimizer: Optimizer | None = None
+        self._trained: list[DistributedDataParallel] = []
+        self._offload: Offload | None = None
         self.load(path, new_head=new_head)
         if optim is None:
             for part in self.parts:
                 part.requires_grad_(False)
         else:
+            self._add_adapters()
             self._prepare_training(optim)
+        if offload:
+            self._offload = Offload(self.device, self._held)
+            self._offload.rest()
+
+    def _add_adapters(self) -> None:
+        if self.lora is None:
+            return
+        plans = rank_plan(self.shape, self.layout, self.layout.rank(self.coords), self.head)
+        add_adapters(self.parts, self.lora, self.groups.tp, self.layout.sequence_parallel)
+        start(dict(self.trained_parameters()), self.adapter_plans(plans), self.coords.tp)
+
+    def adapter_plans(self, plans: tuple[ParameterPlan, ...]) -> tuple[ParameterPlan, ...]:
+        """How the adapters beside the parameters of `plans` are cut; none without LoRA."""
+        return () if self.lora is None else adapter_plans(plans, self.lora, self.layout.tp)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Inside, the model is the one that LoRA started from."""
+        return adapters_off(self.parts)
+
+    def use(self, what: Use) -> AbstractContextManager[None]:
+        """Inside, what `what` needs is on the device; without offload it always is.
+
+        Each method brings what it needs. A use around several of them saves the ways between, and one is
+        needed by whoever reads `named_parameters` or the optimizer.
+        """
+        return nullcontext() if self._offload is None else self._offload.use(what)
+
+    def _held(self) -> dict[Kind, Iterable[Tensor]]:
+        buffers = [
+            buffer
+            for trained in self._trained
+            for buffer in trained.buffers + trained.expert_parallel_buffers
+        ]
+        return {
+            "weights": [parameter for _, parameter in stage_parameters(self.parts)],
+            "optimizer": self.optimizer.tensors() if self.optimizer else (),
+            "gradients": [buffer.grad_data for buffer in buffers],
+        }
 
     def _prepare_training(self, optim: OptimConfig) -> None:
         self._config.finalize_model_grads_func = _sum_gradients
@@ -138,21 +195,31 @@ class ParallelModel:
 
     def load(self, path: str | Path, *, new_head: bool = False) -> None:
         """Take the weights of a Hugging Face folder, also into the optimizer's fp32 copies."""
-        load_hf(
-            dict(self.named_parameters()),
-            *(self.shape, self.layout, self.coords, path),
-            head=self.head,
-            allow_new_head=new_head,
-        )
-        if self.optimizer is not None:
-            self.optimizer.megatron.reload_model_params()
+        with self.use("training"):
+            load_hf(
+                dict(self.named_parameters()),
+                *(self.shape, self.layout, self.coords, path),
+                head=self.head,
+                allow_new_head=new_head,
+            )
+            if self.optimizer is not None:
+                self.optimizer.megatron.reload_model_params()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters, and routers' buffers that checkpoints hold, by megatron-core's names.
 
-        Layers are counted over all parts of the stage.
+        Layers are counted over all parts of the stage. Adapters are left out.
         """
-        return stage_parameters(self.parts)
+        return (item for item in stage_parameters(self.parts) if not is_adapters(item[0]))
+
+    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of all that an update may change, adapters too."""
+        return (item for item in stage_parameters(self.parts) if item[1].requires_grad)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What this rank has of the weights as they act: with adapters in them."""
+        named = dict(stage_parameters(self.parts))
+        return named if self.lora is None else merged(named, self.lora.scale)
 
     @property
     def module(self) -> GPTModel:
@@ -203,7 +270,7 @@ class ParallelModel:
 
         for part in self.parts:
             part.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.use("weights"):
             results = self._run(
                 step, self.parts, micro_batches, forward_only=True, collect_non_loss_data=True
             )
@@ -222,14 +289,14 @@ class ParallelModel:
             raise RuntimeError("this model was built without an optimizer: it can only infer")
         for part in self.parts:
             part.train()
-        for trained in self._trained:
-            trained.zero_grad_buffer()
-        self.optimizer.megatron.zero_grad()
-        n_tokens = self._weigh_router_loss(micro_batches)
-        stats = self._run(
-            partial(self._train_step, loss_fn), self._trained, micro_batches, forward_only=False
-        )
-        update = self.optimizer.step()
+        step = partial(self._train_step, loss_fn)
+        with self.use("training"):
+            for trained in self._trained:
+                trained.zero_grad_buffer()
+            self.optimizer.megatron.zero_grad()
+            n_tokens = self._weigh_router_loss(micro_batches)
+            stats = self._run(step, self._trained, micro_batches, forward_only=False)
+            update = self.optimizer.step()
         return TrainResult(
             *(update.grad_norm, update.lr, update.skipped),
             stats=stats[: len(micro_batches)],

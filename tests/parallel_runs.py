@@ -1,13 +1,16 @@
 """A parallel model on a test's batch: `from parallel_runs import ...`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hf_reference import Batch, weights
 from torch import Tensor
 
 from rolemesh.kernels import linear_log_prob_and_entropy
+from rolemesh.parallel.checkpoint import ShardSave
 from rolemesh.parallel.groups import make_groups
 from rolemesh.parallel.micro_batches import MicroBatch, balanced, micro_batches, response_index, unpack
 from rolemesh.parallel.model import ParallelModel, TrainResult
@@ -90,3 +93,18 @@ def exported(model: ParallelModel) -> dict[str, Tensor]:
     """Whole tensors by Hugging Face name, on the ranks that give them out."""
     named = dict(model.named_parameters())
     return dict(export_hf(named, model.shape, model.layout, model.groups, head=model.head))
+
+
+def save(model: ParallelModel, folder: Path) -> None:
+    """A whole save, as the driver of a run leads it."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    saving = ShardSave(model, folder)
+    saving._thread.join(60)
+    assert saving.progress().done, saving.progress().error
+    results = [None] * dist.get_world_size()
+    dist.all_gather_object(results, saving.progress().results)
+    if dist.get_rank() == 0:
+        saving.finish(results)
+    dist.barrier()

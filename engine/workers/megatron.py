@@ -15,7 +15,9 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.remote.fingerprint import checkpoint_revision
 from rolemesh.engine.workers.checkpointed import CheckpointedWorker
 from rolemesh.kernels import linear_log_prob_and_entropy, raise_bad_labels
+from rolemesh.parallel.config import Recompute
 from rolemesh.parallel.groups import make_groups
+from rolemesh.parallel.lora import LoraConfig
 from rolemesh.parallel.micro_batches import MicroBatch, micro_batches, response_index, unpack
 from rolemesh.parallel.model import ParallelModel, TrainResult
 from rolemesh.parallel.optim import OptimConfig
@@ -27,7 +29,7 @@ class RoleSpec:
     """What one Megatron role loads and how it runs.
 
     `optim` is None for a role that only scores. `micro_batch_tokens` bounds the tokens of one forward pass;
-    a longer row goes alone.
+    a longer row goes alone. With `offload` weights and optimizer wait in host memory between operations.
     """
 
     path: str
@@ -36,7 +38,9 @@ class RoleSpec:
     optim: OptimConfig | None = None
     micro_batch_tokens: int = 16384
     new_head: bool = False
-    recompute: bool = False
+    recompute: Recompute = "none"
+    offload: bool = False
+    lora: LoraConfig | None = None
     router_loss: float = 0.0
     temperature: float = 1.0
 
@@ -62,6 +66,8 @@ class MegatronWorker(CheckpointedWorker):
             optim=self.spec.optim,
             new_head=self.spec.new_head,
             recompute=self.spec.recompute,
+            offload=self.spec.offload,
+            lora=self.spec.lora,
             router_loss=self.spec.router_loss,
         )
         return sum(parameter.numel() for _, parameter in self.model.named_parameters())
@@ -72,11 +78,12 @@ class MegatronWorker(CheckpointedWorker):
         shards.
         """
         model = self.model
-        save_hf(
-            dict(model.named_parameters()),
-            *(model.shape, model.layout, model.groups, self.spec.path, out_dir),
-            head=model.head,
-        )
+        with model.use("weights"):
+            save_hf(
+                model.weights(),
+                *(model.shape, model.layout, model.groups, self.spec.path, out_dir),
+                head=model.head,
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint(self) -> str:
@@ -131,13 +138,14 @@ class MegatronWorker(CheckpointedWorker):
                 f"the shard has {len(data)} rows, the mini-batch sizes {list(mine)} need {sum(mine)}"
             )
         results = []
-        for _ in range(epochs):
-            start = 0
-            for size in mine:
-                mini_batch = data.slice(start, start + size)
-                start += size
-                results.append(self.model.train(self.cut(mini_batch, columns), make_loss(mini_batch)))
-                raise_bad_labels(self.device)  # on a GPU: its log-probability was NaN, so no weight moved
+        with self.model.use("training"):
+            for _ in range(epochs):
+                start = 0
+                for size in mine:
+                    mini_batch = data.slice(start, start + size)
+                    start += size
+                    results.append(self.model.train(self.cut(mini_batch, columns), make_loss(mini_batch)))
+                    raise_bad_labels(self.device)  # on a GPU: the log-probability was NaN, no weight moved
         return results
 
     def log_probs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, get_args
 
-from rolemesh.placement.graph import GraphError, Operation, Takes
+from rolemesh.placement.graph import GraphError, Operation, StepGraph, Takes
 
 RewardKind = Literal["model", "function", "remote", "judge", "composite"]
 KlIn = Literal["reward", "loss"]
@@ -114,3 +114,13 @@ def reference_operations(
     if kl_in not in ("reward", "loss", None):
         raise GraphError(f"kl_in is 'reward', 'loss' or None, got {kl_in!r}")
     return (replace(REF_LOG_PROB, takes=takes),) if reference or kl_in else ()
+
+
+def reference_of_actor(graph: StepGraph) -> StepGraph:
+    """The step whose reference is the actor without its adapters: no role of its own."""
+    own = {"role": "actor", "state_reads": frozenset({"actor.weights"})}
+    operations = tuple(
+        replace(operation, **own) if operation.name == REF_LOG_PROB.name else operation
+        for operation in graph.operations
+    )
+    return replace(graph, operations=operations)

@@ -461,7 +461,7 @@ class _Step:
 @lru_cache(maxsize=4096)
 def _inside(layout: Layout) -> Layout:
     """What of a layout matters inside a layer: neither replicas nor stages."""
-    return replace(layout, dp=1, pp=1, vpp=1)
+    return replace(layout, dp=1, pp=1, vpp=1, pp_layers=())
 
 
 @lru_cache(maxsize=65_536)

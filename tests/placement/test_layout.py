@@ -178,3 +178,28 @@ def test_experts_spread_over_a_stages_ranks():
     assert [layout.rank(layout.coords(rank)) for rank in range(16)] == list(range(16))
     with pytest.raises(LayoutError, match="rank 16 is outside"):
         layout.expert_coords(16)
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"pp": 2, "pp_layers": [3]}, r"pp_layers \[3\] are for 1 parts of a pipeline, pp=2 has 2"),
+        ({"pp": 2, "vpp": 2, "pp_layers": [1, 1]}, "pp=2 x vpp=2 has 4"),
+        ({"pp": 2, "pp_layers": [4, 0]}, "at least 1"),
+        ({"pp": 2, "pp_layers": 4}, "whole numbers"),
+    ],
+)
+def test_uneven_stages_are_checked(pins, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout(**pins)
+
+
+def test_stages_have_the_layers_that_are_given_or_even_ones():
+    assert Layout(pp=2).stages(7) == [[range(0, 4)], [range(4, 7)]]
+    assert Layout(pp=2, pp_layers=(1, 6)).stages(7) == [[range(0, 1)], [range(1, 7)]]
+    interleaved = Layout(pp=2, vpp=2, pp_layers=(1, 1, 3, 2))
+    assert interleaved.stages(7) == [[range(0, 1), range(2, 5)], [range(1, 2), range(5, 7)]]
+    assert str(interleaved) == "pp=2 vpp=2 pp_layers=1+1+3+2"
+    with pytest.raises(LayoutError, match="are 7 layers, the model has 4"):
+        interleaved.check(SHAPE_40_8)
+    Layout(pp=2, vpp=2, cp=2).check(SHAPE_40_8)
