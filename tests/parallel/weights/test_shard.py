@@ -3,15 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from gloo import run_ranks
-from parallel_runs import build, exported
+from hf_reference import random_batch
+from parallel_runs import build, exported, train_policy
 from safetensors.torch import load_file
 from tiny import CONFIGS, OWN_SETTINGS, tiny_checkpoint
 from torch import Tensor
 from typer.testing import CliRunner
 
 from rolemesh.launch.cli import main
-from rolemesh.parallel.checkpoint import load_shards
+from rolemesh.parallel.checkpoint import ShardSave, load_shards
 from rolemesh.parallel.optim import OptimConfig
 from rolemesh.placement.layout import Layout
 
@@ -66,3 +68,42 @@ def test_ranks_take_up_what_was_sharded(tmp_path: Path):
         found = {name: tensor for rank in ranks for name, tensor in rank[family].items()}
         assert found.keys() == wanted.keys()
         assert all(found[name].equal(tensor) for name, tensor in wanted.items()), family
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_experts_saved_under_one_layout_go_on_under_another(tmp_path: Path, family: str):
+    """Adam's moments too: the update after loading has the same gradient and leaves the same weights."""
+    source, batch = tiny_checkpoint(tmp_path / "source", family, layers=3), random_batch(5)
+    layouts = [Layout(dp=2, ep=2), Layout(pp=2), Layout(tp=2, ep=2, sequence_parallel=True)]
+
+    def goes_on(rank: int, world: int) -> list[tuple[float, dict[str, Tensor]]]:
+        model = build(source, layouts[0], optim=OptimConfig(lr=1e-3))
+        train_policy(model, batch)
+        if rank == 0:
+            (tmp_path / "shards").mkdir()
+        dist.barrier()
+        saving = ShardSave(model, tmp_path / "shards")
+        saving._thread.join(60)
+        assert saving.progress().done, saving.progress().error
+        results: list = [None] * world
+        dist.all_gather_object(results, saving.progress().results)
+        if rank == 0:
+            saving.finish(results)
+        dist.barrier()
+        found = [(train_policy(model, batch).grad_norm, exported(model))]
+        for layout in layouts:
+            other = build(source, layout, optim=OptimConfig(lr=1e-3))
+            load_shards(other, tmp_path / "shards")
+            found.append((train_policy(other, batch).grad_norm, exported(other)))
+        return found
+
+    ranks = run_ranks(goes_on, 2)
+    cases = [
+        (ranks[0][case][0], {name: x for rank in ranks for name, x in rank[case][1].items()})
+        for case in range(len(layouts) + 1)
+    ]
+    (norm, weights), *others = cases
+    for other_norm, other_weights in others:
+        assert other_norm == pytest.approx(norm, rel=1e-5)
+        assert max(float((other_weights[name] - weights[name]).abs().max()) for name in weights) < 1e-5
