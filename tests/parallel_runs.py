@@ -33,7 +33,8 @@ def cut(model: ParallelModel, batch: Batch, rows: list[int], **limit: int) -> li
     """Micro-batches of some rows, with the batch's weights as a column."""
     columns = {"weights": weights(batch)[rows]}
     of_rows = batch.take(rows)
-    return micro_batches(of_rows.input_ids, of_rows.attention_mask, columns, padding=model.padding, **limit)
+    parts = micro_batches(of_rows.input_ids, of_rows.attention_mask, columns, padding=model.padding, **limit)
+    return [part.to(model.device) for part in parts]
 
 
 def logits(model: ParallelModel, hidden: Tensor) -> Tensor:
