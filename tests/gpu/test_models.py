@@ -31,7 +31,7 @@ def on_gpu(path: Path, layout: Layout, dtype: torch.dtype) -> list[tuple[Any, fl
 
     def both(rank: int, world: int) -> tuple[Any, float]:
         model = build(path, layout, dtype=dtype, device="cuda", optim=OPTIM)
-        scored = infer_log_probs(model, BATCH)
+        scored = infer_log_probs(model, BATCH, size=2)
         rows = None if scored is None else (scored[0], scored[1].float().cpu())
         return rows, train_policy(model, BATCH).grad_norm
 
@@ -68,7 +68,7 @@ def test_states_that_wait_in_host_memory_free_the_device_and_change_nothing(tmp_
             model = build(path, Layout(), dtype=torch.bfloat16, device="cuda", optim=OPTIM, offload=offload)
             held.append(torch.cuda.memory_allocated() - before)
             norms = [train_policy(model, BATCH).grad_norm for _ in range(3)]
-            rows = infer_log_probs(model, BATCH)
+            rows = infer_log_probs(model, BATCH, size=2)
             assert rows is not None
             found.append((norms, rows[1].cpu()))
             if offload:
