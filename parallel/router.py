@@ -71,7 +71,7 @@ class TopKRouter(nn.Module):
         """Each token's experts [tokens, k], by scores [tokens, n]."""
         rule = self.experts.router
         if rule.bias:
-            scores = scores + self.expert_bias
+            scores = scores + self.get_buffer("expert_bias")
         if rule.n_groups > 1:
             grouped = scores.unflatten(-1, (rule.n_groups, -1))
             worth = grouped.topk(rule.group_best, dim=-1)[0].sum(dim=-1)

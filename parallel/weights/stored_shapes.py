@@ -50,14 +50,15 @@ def expand(patterns: Mapping[str, Iterable[int]]) -> Iterator[tuple[str, tuple[i
 def compressed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[int]]:
     """Patterns that stand for these names and shapes, with one range for layers and one for experts."""
     rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for (template, shape, layer), experts in _by_layer(shapes).items():
-        key = (template, shape, tuple(sorted(experts)))
-        rows.setdefault(key, []).append(layer)
+    for (template, shape, layer), of_layer in _by_layer(shapes).items():
+        rows.setdefault((template, shape, tuple(sorted(of_layer))), []).append(layer)
     found = {}
     for (template, shape, experts), layers in rows.items():
-        for layer_range, expert_range in itertools.product(_ranges(layers), _ranges(experts)):
-            numbers = iter((layer_range, expert_range))
-            found[re.sub("#", lambda _, numbers=numbers: next(numbers), template)] = list(shape)
+        for numbers in itertools.product(_ranges(layers), _ranges(experts)):
+            name = template
+            for number in numbers:
+                name = name.replace("#", number, 1)
+            found[name] = list(shape)
     return found
 
 
