@@ -82,6 +82,7 @@ class VLLMRolloutWorker(Worker):
         self.version = self.version + 1 if version is None else version
         if self.leads:
             self._weights, self.n_restarts = weights, 0
+            self.context.notes["received_bytes"] = weights.handle.nbytes  # by the engine
             self._surely(lambda engine: engine.load_weights(weights.handle, self.version))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True, materialize_futures=False)
