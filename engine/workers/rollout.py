@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from rolemesh.engine.dispatch import Dispatch, register
-from rolemesh.engine.named_tensors import NamedTensors
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import HFRollout, SamplingOptions
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.baseline import as_baseline, as_prompts, prompts_once
+from rolemesh.engine.workers.weights import take, takes_weights
+from rolemesh.parallel.weights.transfer_link import Meeting
+from rolemesh.parallel.weights.transfer_sides import EngineSide
 from rolemesh.placement.steps.operations import SEQUENCES
 
 
@@ -40,12 +42,14 @@ class RolloutWorker(Worker):
         self.engine = HFRollout(spec.path, self.device, spec.dtype, spec.max_params)
         return self.engine.n_params
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, weights: NamedTensors, version: int = 0) -> None:
-        """Take the actor's weights, all of them, one tensor at a time; `version` says after how many updates
-        they are.
+    @takes_weights
+    def load_weights(self, weights: Meeting, version: int = 0) -> None:
+        """Take the actor's weights, all of them, each to where it is used; `version` says after how many
+        updates they are.
         """
-        self.engine.load_weights(weights)
+        engine = self.engine
+        side = EngineSide(engine.shape, engine.dtype, replicas=self.world_size)
+        engine.load_weights(take(self, weights, side, engine.place))
         self.version = version
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True)
