@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 
 setup: .venv/built
 
-# The CPU build of vLLM, which the tests of a judge on its server use.
+# The CPU build of vLLM, for rollouts and for a judge on its server.
 vllm: .venv/vllm
 
 quickstart: $(ASSETS)/.made

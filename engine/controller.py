@@ -22,6 +22,7 @@ from rolemesh.placement.graph import Operation, StepGraph
 from rolemesh.placement.timeline import Span, Timeline
 
 Arguments = Callable[[BatchRef], Mapping[str, Any]]
+Events = queue.SimpleQueue[tuple["Run", "DataProtoFuture | tuple[str, PartRef]"]]
 
 
 class Progress(Protocol):
@@ -105,21 +106,58 @@ class Controller:
         The first failed operation raises; what still runs then is left to the caller, who shuts the pools
         down.
         """
-        run = _Run(self, batch, arguments or {}, step, groups)
-        total = len(self.graph.operations)
-        while len(run.done) < total:
-            self.progress.advance(len(run.done), total)
-            run.start_ready()
-            while not run.next_event():
+        run = self.begin(batch, arguments, step=step, groups=groups)
+        while not run.over:
+            run.advance()
+            while not next_event([run], run.events):
                 pass
         return run.result
+
+    def begin(
+        self,
+        batch: BatchRef,
+        arguments: Mapping[str, Arguments] | None = None,
+        *,
+        step: int = 0,
+        groups: Sequence[Hashable] | None = None,
+        events: Events | None = None,
+        may: Callable[[Operation], bool] | None = None,
+    ) -> Run:
+        """A run of the graph as in `run`, whose operations the caller lets start.
+
+        Several runs that share `events` go on side by side; `may` tells whether an operation may start now
+        (None: what comes before it on its pools is handed over).
+        """
+        return Run(self, batch, arguments or {}, step, groups, events, may)
 
     def turn(self, operation: Operation, handed_over: set[str]) -> bool:
         """Whether what comes before `operation` on its pools is handed over."""
         return self._before[operation.name] <= handed_over
 
 
-class _Run:
+class StuckError(RuntimeError):
+    """Nothing runs and nothing may start; the message names what waits, and for what."""
+
+
+def next_event(runs: Sequence[Run], events: Events) -> bool:
+    """Wait for finished rows or the end of a call; whether an operation has ended with it.
+
+    A call's own limit comes first, with the ranks that are late: the one here only backs it up. Raises
+    StuckError where nothing runs.
+    """
+    running = [future for run in runs for future in run.running]
+    if not running:
+        raise StuckError("nothing runs; " + "; ".join(run.waiting() for run in runs if not run.over))
+    limit_s = max(future.timeout_s for future in running)
+    try:
+        run, event = events.get(timeout=limit_s)
+    except queue.Empty:
+        names = ", ".join(future.name for future in running)
+        raise CallTimeout(f"not done within {limit_s:g} s: {names}") from None
+    return run.handle(event)
+
+
+class Run:
     """One run of a graph: what is done, what runs, and the rows on their way through row-wise operations."""
 
     def __init__(
@@ -129,6 +167,8 @@ class _Run:
         arguments: Mapping[str, Arguments],
         step: int,
         groups: Sequence[Hashable] | None,
+        events: Events | None = None,
+        may: Callable[[Operation], bool] | None = None,
     ) -> None:
         if groups is not None and len(groups) != batch.n_rows:
             raise ValueError(f"groups of {len(groups)} rows for a batch of {batch.n_rows}")
@@ -137,12 +177,34 @@ class _Run:
         self.result = StepResult(batch)
         named = [operation.reads | operation.writes for operation in self.graph.operations]
         self.known = self.graph.inputs.union(batch.columns, *named)
+        self.names = frozenset(operation.name for operation in self.graph.operations)
         self.done: set[str] = set()
         self.running: dict[DataProtoFuture, Operation] = {}
         self.sources: dict[str, DataProtoFuture] = {}
         self.streams: dict[str, RowStream] = {}  # of the row-wise operations that have begun
         self.given: dict[DataProtoFuture, PartRef] = {}  # what each of their calls works on
-        self.events: queue.SimpleQueue[DataProtoFuture | tuple[str, PartRef]] = queue.SimpleQueue()
+        self.events: Events = queue.SimpleQueue() if events is None else events
+        self._may = may or (lambda operation: controller.turn(operation, self.handed_over()))
+
+    @property
+    def over(self) -> bool:
+        """Whether every operation is done."""
+        return len(self.done) == len(self.graph.operations)
+
+    def waiting(self) -> str:
+        """What has not started, and for what it waits."""
+        waits = self.graph.dependencies()
+        late = (
+            f"{name} for {', '.join(sorted(before - self.done)) or 'its turn'}"
+            for name, before in waits.items()
+            if name not in self.done
+        )
+        return f"in step {self.step} there wait: {', '.join(late)}"
+
+    def advance(self) -> None:
+        """Hand over what may start, and tell how far the run is."""
+        self.controller.progress.advance(len(self.done), len(self.graph.operations))
+        self.start_ready()
 
     def start_ready(self) -> None:
         """Hand over every operation whose columns and state exist and whose turn has come on its pools."""
@@ -154,17 +216,8 @@ class _Run:
         for name in self.streams:
             self._pass_on(self.graph[name])
 
-    def next_event(self) -> bool:
-        """Wait for finished rows or the end of a call; whether an operation has ended with it.
-
-        A call's own limit comes first, with the ranks that are late: the one here only backs it up.
-        """
-        limit_s = max(future.timeout_s for future in self.running)
-        try:
-            event = self.events.get(timeout=limit_s)
-        except queue.Empty:
-            names = ", ".join(future.name for future in self.running)
-            raise CallTimeout(f"not done within {limit_s:g} s: {names}") from None
+    def handle(self, event: DataProtoFuture | tuple[str, PartRef]) -> bool:
+        """Take finished rows or the end of a call; whether an operation has ended with it."""
         if isinstance(event, tuple):
             self._rows_made(*event)
             return False
@@ -176,17 +229,16 @@ class _Run:
 
     def _next(self) -> Operation | None:
         busy = {operation.name for operation in self.running.values()} | set(self.streams)
-        ready, handed_over = self.graph.ready(self.done, busy), self._handed_over()
-        return next((op for op in ready if self.controller.turn(op, handed_over)), None)
+        return next((op for op in self.graph.ready(self.done, busy) if self._may(op)), None)
 
-    def _handed_over(self) -> set[str]:
+    def handed_over(self) -> set[str]:
         """Operations that are done, or of which nothing is left to submit."""
         open_ = {name for name, stream in self.streams.items() if stream.n_given < stream.n_rows}
         return self.done | ({operation.name for operation in self.running.values()} - open_)
 
     def _watch(self, future: DataProtoFuture, operation: Operation) -> None:
         self.running[future] = operation
-        future.add_done_callback(self.events.put)
+        future.add_done_callback(lambda ended: self.events.put((self, ended)))
 
     def _call(self, operation: Operation, argument: Any) -> DataProtoFuture:
         """Submit the operation with its further keyword arguments."""
@@ -203,7 +255,7 @@ class _Run:
         columns = [name for name in batch.columns if name in operation.reads]
         future = self._call(operation, batch.select(columns))
         if self.controller.overlap and batch.n_rows and self._followers(operation):
-            future.on_part(lambda part: self.events.put((operation.name, part)))
+            future.on_part(lambda part: self.events.put((self, (operation.name, part))))
         return future
 
     def _followers(self, operation: Operation) -> list[Operation]:
@@ -235,7 +287,7 @@ class _Run:
         What comes while it works goes together in its next call.
         """
         stream = self.streams[operation.name]
-        if operation in self.running.values() or not self.controller.turn(operation, self._handed_over()):
+        if operation in self.running.values() or not self._may(operation):
             return
         if (part := stream.take()) is not None:
             if stream.n_given == len(part.rows):
@@ -304,6 +356,7 @@ class _Run:
         pool, result = group.resource_pool.name, self.result
         for span in future.spans:
             args = {"step": self.step, "bytes_fetched": span.nbytes_fetched, "kernels": list(span.kernels)}
+            args |= span.notes
             result.spans.append(Span(operation.name, role, pool, span.rank, span.start_s, span.end_s, args))
         mine = Timeline([span for span in result.spans if span.name == operation.name])
         if operation.name in self.streams:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from rolemesh.engine.named_tensors import NamedTensorsRef
 from rolemesh.placement.layout import Layout
 
 Rows = Sequence[Sequence[int]] | Callable[[BatchRef, Layout], Sequence[Sequence[int]]]
+Transfer = Literal["gives", "takes"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _REGISTERED = "_rolemesh_registration"
@@ -97,6 +98,7 @@ class Registration:
     materialize_futures: bool
     rows: Rows | None
     parts: bool = False
+    transfer: Transfer | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def register(
     materialize_futures: bool = True,
     rows: Rows | None = None,
     parts: bool = False,
+    transfer: Transfer | None = None,
 ) -> Callable[[Method], Method]:
     """Make a worker method callable on its worker group.
 
@@ -162,6 +165,9 @@ def register(
     `rows`: which rows of the batch each replica gets, when not an even cut in order (see `share`).
     `parts`: the method is a generator of `Part`s, each stored and told to the future as it is made; the
     call's result is all of them in the caller's order.
+    `transfer`: the method gives weights to another group's ranks, or takes them from there; its first
+    argument is their `Meeting`. The caller passes what the giving method returns to the one that takes; both
+    run then, at the same time.
     """
     if isinstance(dispatch_mode, Mapping):
         if set(dispatch_mode) != {"dispatch_fn", "collect_fn"}:
@@ -178,7 +184,11 @@ def register(
             "parts=True needs a mode that cuts batches over dp and returns one, such as "
             f"DP_COMPUTE_PROTO; this method has {dispatch}"
         )
-    registration = Registration(dispatch, Execute(execute_mode), blocking, materialize_futures, rows, parts)
+    if transfer == "gives":
+        blocking = False  # nothing can be waited for before someone takes
+    registration = Registration(
+        dispatch, Execute(execute_mode), blocking, materialize_futures, rows, parts, transfer
+    )
 
     def mark(method: Method) -> Method:
         setattr(method, _REGISTERED, registration)

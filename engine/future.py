@@ -8,7 +8,7 @@ import functools
 import queue
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rolemesh.engine.batch_ref import BatchRef
@@ -23,7 +23,7 @@ Fetch = Callable[[BatchRef, float], DataProto]  # brings a handle's batch here, 
 class RankSpan:
     """When one rank worked on a call (seconds since the epoch, on its node's clock) and what it fetched.
 
-    `kernels` names the kernels that ran, with their forms: `("gae/avx2",)`.
+    `kernels` names the kernels that ran, with their forms: `("gae/avx2",)`; `notes` are the worker's own.
     """
 
     rank: int
@@ -31,6 +31,7 @@ class RankSpan:
     end_s: float
     nbytes_fetched: int
     kernels: tuple[str, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

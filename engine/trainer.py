@@ -13,9 +13,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rolemesh.engine.algorithms import AdaptiveKLController, FixedKLController
+from rolemesh.engine.async_steps import StepsInFlight
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.controller import Arguments, Controller, NoProgress, Progress, StepResult
+from rolemesh.engine.partial import PartialRollout, PartialSpec
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.refill import Refill, RefillError, RefillSpec
 from rolemesh.engine.run_log import RunLog
@@ -39,7 +41,8 @@ class InitialKLError(RuntimeError):
 class TrainerSpec:
     """How many steps, what each holds, and what happens between them (units in the recipe's keys).
 
-    `order` is the plan's, see `Controller`. `refill` is for a graph that refills.
+    `order` is the plan's, see `Controller`. `refill` is for a graph that refills, `staleness` for one that
+    does not: see `StepsInFlight`, and `partial` for one with a staleness of 0: see `PartialRollout`.
     `expect_initial_kl` is how far actor and reference may be apart before the first update.
     """
 
@@ -52,9 +55,19 @@ class TrainerSpec:
     best_metric: str | None = None
     critic_warmup: int = 0
     overlap: bool = True
+    staleness: int = 0
     expect_initial_kl: float | None = None
     refill: RefillSpec | None = None
+    partial: PartialSpec | None = None
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Of a step whose prompts were taken: where in the data the next ones are, and its epoch, if known."""
+
+    place: dict[str, Any] | None
+    epoch: Mapping[str, float] = field(default_factory=dict)
 
 
 class Resumable(Protocol):
@@ -92,6 +105,18 @@ class Trainer:
     stopping: Callable[[], bool] = lambda: False
     data_metrics: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
+    flight: StepsInFlight | None = None
+    partial: PartialRollout | None = None
+    _opened: dict[int, Opened] = field(default_factory=dict)
+    _restored: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.spec.staleness and self.graph.refill:
+            raise ValueError(f"a step that refills ({', '.join(self.graph.refill)}) has a staleness of 0")
+        if self.spec.staleness and self.flight is None:
+            self.flight = StepsInFlight(self.graph, self.spec.staleness, self.spec.order)
+        if self.spec.partial is not None:
+            self.partial = PartialRollout(self.spec.partial, self.groups["rollout"], self.store, self.fetch)
 
     def fit(self) -> int:
         """Train until `spec.steps` steps are done: validates before and after, exports the actor at the end.
@@ -113,17 +138,22 @@ class Trainer:
             self._report(step, metrics)
             if stop:
                 return step
+        self._settle()
         if not Path(self.log.export_dir(self.spec.steps, "actor")).exists():
             self.export(self.spec.steps)
         return self.spec.steps
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from the trainer's part of a checkpoint; the workers have theirs."""
+        """Go on from the trainer's part of a checkpoint; the workers have theirs.
+
+        Samples in it, of steps after its own, are trained on as they are where this run makes such.
+        """
         if isinstance(self.kl, AdaptiveKLController):
             self.kl = replace(self.kl, value=state["kl"])
         if self.loader is not None:
             self.loader.load_state_dict(state["data"])
         self.done = state["step"]
+        self._restored = dict(state.get("ahead", {}))
 
     def _save(self, metrics: dict[str, float], *, last: bool, stop: bool) -> None:
         """Save the step that was done where one is due; wait for the files where the run ends.
@@ -132,10 +162,10 @@ class Trainer:
         """
         if self.checkpoints is None:
             return
-        state = {"kl": self.kl.value, "data": None if self.loader is None else dict(self.loader.state_dict())}
+        state = {"kl": self.kl.value, "data": self._opened.pop(self.done, Opened(self._place())).place}
         score = metrics.get(self.spec.best_metric) if self.spec.best_metric else None
         seconds = self.checkpoints.end_step(
-            self.done, state, score, every=self.spec.save_every, last=last, stop=stop
+            self.done, state, score, every=self.spec.save_every, last=last, stop=stop, ahead=self._ahead
         )
         if seconds is not None:
             metrics["timing_s/save_checkpoint"] = seconds
@@ -143,16 +173,16 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """One step of the algorithm on the next prompts; returns its metrics."""
         start = time.perf_counter()
-        epoch = {} if self.loader is None else {"training/epoch": float(self.loader.state_dict()["epoch"])}
-        graph = self.graph
-        if step <= self.spec.critic_warmup:
-            graph = graph.select(
-                op.name for op in graph.operations if op.name not in ("update_actor", "sync_weights")
-            )
-        if graph.refill:
-            result = self._refilled_run(graph, step)
+        if self.flight is not None:
+            epoch, result = self._flown_run(self.flight, step)
         else:
-            result = self._checked_run(graph, self.store(self.next_batch(step)), step)
+            epoch, graph = self._epoch(), self._graph(step)
+            if graph.refill:
+                result = self._refilled_run(graph, step)
+            elif self.partial is not None:
+                result = self._partial_run(self.partial, graph, step)
+            else:
+                result = self._checked_run(graph, self.store(self.next_batch(step)), step)
         metrics = result.metrics
         if LOST & set(result.batch.columns):
             n_kept = len(self._kept_rows(result.batch))
@@ -193,6 +223,9 @@ class Trainer:
         """Greedy answers to the held-out prompts, scored by the run's reward; the run folder keeps them."""
         if self.val_prompts is None:
             return {}
+        self._settle()
+        if self.flight is not None and not self.flight.transfers_after(step):
+            self._run(self.graph.select(self.flight.transfers), BatchRef({}, 0), step)
         graph = self.graph.select(["generate", "reward"])
         prompts = self.val_prompts
         prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(prompts))], dtype=object)
@@ -206,16 +239,107 @@ class Trainer:
         """Write the actor as a Hugging Face folder."""
         self.groups["actor"].save_hf(self.log.export_dir(step, "actor"))
 
+    def _graph(self, step: int) -> StepGraph:
+        """The step's graph: at first only the critic may learn; the rollout may keep its weights."""
+        if step <= self.spec.critic_warmup:
+            left_out = frozenset({"update_actor", "sync_weights"})
+        elif self.flight is not None and not self.flight.transfers_after(step):
+            left_out = self.flight.transfers
+        else:
+            return self.graph
+        return self.graph.select(op.name for op in self.graph.operations if op.name not in left_out)
+
+    def _flown_run(self, flight: StepsInFlight, step: int) -> tuple[Mapping[str, float], StepResult]:
+        """Train a step while the next ones are generated; its prompts' epoch, and its result."""
+        for later in range(step, min(flight.last_with(step), self.spec.steps) + 1):
+            if later not in flight.runs:
+                self._open(flight, later)
+        result = flight.train(step)
+        self.log.timeline.append(flight.new_spans())
+        return self._opened[step].epoch, result
+
+    def _open(self, flight: StepsInFlight, step: int) -> None:
+        """Let a step be generated, unless a checkpoint had its samples."""
+        epoch, graph, prompts = self._epoch(), self._graph(step), self.next_batch(step)
+        self._opened[step] = Opened(self._place(), epoch)
+        made = self._restored.pop(step, None)
+        if made is not None and self._usable(made, prompts, step - 1 - flight.staleness):
+            samples = DataProto.from_dict({**prompts.batch, **made}, prompts.non_tensor_batch)
+            batch = self.store(samples)
+            graph = graph.select(op.name for op in graph.operations if op.kind != "generate")
+        else:
+            batch = self.store(prompts)
+        before = StepResult(batch)
+        if self._compares(graph, step):
+            before, graph = self._compared(graph, batch, step)
+        run = flight.open(
+            step,
+            self._controller(graph),
+            before.batch,
+            self._arguments(graph, step),
+            self._groups(graph, before.batch),
+        )
+        run.result.metrics |= before.metrics
+        run.result.timing_s |= before.timing_s
+
+    def _usable(self, made: Mapping[str, torch.Tensor], prompts: DataProto, oldest: int) -> bool:
+        """Whether samples are of these prompts, by weights no older than those after step `oldest`."""
+        versions = made["weight_versions"][made["response_mask"].bool()]
+        return torch.equal(made["prompts"], prompts.batch["input_ids"]) and bool(
+            (versions >= self._version(oldest)).all()
+        )
+
+    def _settle(self) -> None:
+        """Wait until no samples are being generated: the rollout is free."""
+        if self.flight is not None:
+            self.flight.settle()
+            self.log.timeline.append(self.flight.new_spans())
+
+    def _ahead(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The samples of the steps that are not trained yet."""
+        if self.flight is None:
+            return {}
+        self._settle()
+        made = {step: self.fetch(ref).batch for step, ref in self.flight.generated().items()}
+        return {step: {name: x.clone() for name, x in batch.items()} for step, batch in made.items()}
+
+    def _place(self) -> dict[str, Any] | None:
+        """Where in the data the next prompts are."""
+        return None if self.loader is None else dict(self.loader.state_dict())
+
+    def _epoch(self) -> dict[str, float]:
+        return {} if self.loader is None else {"training/epoch": float(self.loader.state_dict()["epoch"])}
+
     def _checked_run(self, graph: StepGraph, batch: BatchRef, step: int) -> StepResult:
         """Run a step; the first one stops where actor and reference are further apart than expected, before
         anything is updated.
         """
-        names = [operation.name for operation in graph.operations]
-        if self.spec.expect_initial_kl is None or step > 1 or "ref_log_prob" not in names:
+        if not self._compares(graph, step):
             return self._run(graph, batch, step)
-        before = self._run(graph.select(set(names) & set(COMPARED)), batch, step)
+        before, rest = self._compared(graph, batch, step)
+        return joined(before, self._run(rest, before.batch, step))
+
+    def _compares(self, graph: StepGraph, step: int) -> bool:
+        names = {operation.name for operation in graph.operations}
+        return self.spec.expect_initial_kl is not None and step == 1 and "ref_log_prob" in names
+
+    def _compared(self, graph: StepGraph, batch: BatchRef, step: int) -> tuple[StepResult, StepGraph]:
+        """Run what compares actor and reference; its result, and what is left of the step."""
+        names = {operation.name for operation in graph.operations}
+        before = self._run(graph.select(names & set(COMPARED)), batch, step)
+        assert self.spec.expect_initial_kl is not None
         self._check_initial_kl(before.batch, self.spec.expect_initial_kl)
-        return joined(before, self._run(graph.select(set(names) - set(COMPARED)), before.batch, step))
+        return before, graph.select(names - set(COMPARED))
+
+    def _partial_run(self, partial: PartialRollout, graph: StepGraph, step: int) -> StepResult:
+        """Run a step on the samples that are finished first; the last step waits for all that are begun."""
+        self.progress.start("generate")
+        made = partial.generate(self.next_batch(step), step, wait=step == self.spec.steps)
+        self.progress.end("generate")
+        self.log.timeline.append(made.spans)
+        generated = StepResult(made.batch, made.metrics, {"generate": made.seconds}, made.spans)
+        rest = graph.select(op.name for op in graph.operations if op.name != "generate")
+        return joined(generated, self._checked_run(rest, made.batch, step))
 
     def _refilled_run(self, graph: StepGraph, step: int) -> StepResult:
         """Run a step whose first operations go on until enough prompts have samples of unequal scores; where
@@ -261,26 +385,35 @@ class Trainer:
         *,
         greedy: bool = False,
     ) -> StepResult:
-        controller = Controller(
-            graph,
-            self.groups,
-            overlap=self.spec.overlap,
-            order=self.spec.order,
-            progress=self.progress,
+        arguments = self._arguments(graph, step, greedy=greedy)
+        result = self._controller(graph).run(batch, arguments, step=step, groups=self._groups(graph, batch))
+        self.log.timeline.append(result.spans)
+        return result
+
+    def _controller(self, graph: StepGraph) -> Controller:
+        return Controller(
+            graph, self.groups, overlap=self.spec.overlap, order=self.spec.order, progress=self.progress
         )
+
+    def _arguments(self, graph: StepGraph, step: int, *, greedy: bool = False) -> dict[str, Arguments]:
+        """What the operations of a step are told besides their batches."""
         arguments: dict[str, Arguments] = {
             "generate": lambda _: {"greedy": greedy},
             "advantage": lambda ref: {
                 "spec": self.spec.advantage,
                 "kl_coef": self.kl.value,
                 "dropped": self._dropped_groups(ref),
+                "version": self._version(step - 1),
             },
             "update_actor": lambda ref: self._mini_batches(ref, self.groups["actor"].layout),
             "update_critic": lambda ref: self._mini_batches(ref, self.groups["critic"].layout),
         }
-        result = controller.run(batch, arguments, step=step, groups=self._groups(graph, batch))
-        self.log.timeline.append(result.spans)
-        return result
+        loads = [operation.name for operation in graph.operations if operation.method == "load_weights"]
+        return arguments | dict.fromkeys(loads, lambda _: {"version": self._version(step)})
+
+    def _version(self, step: int) -> int:
+        """Of the actor's weights after a step: in how many it has learnt."""
+        return max(0, step - self.spec.critic_warmup)
 
     def _groups(self, graph: StepGraph, batch: BatchRef) -> list[str] | None:
         """The `uid` of each row, where an operation takes the samples of a prompt together."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from rolemesh.placement.layout import Layout
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker stands. `fetch` brings the batch of a handle into this process, read-only."""
+    """Where a worker stands. `fetch` brings the batch of a handle into this process, read-only.
+
+    `notes` are shown with the running call's span; `shared` is what the roles of this process have in common.
+    """
 
     role: str
     pool: str
@@ -29,6 +32,8 @@ class WorkerContext:
     layout: Layout
     collective_timeout_s: float  # limit of every torch.distributed operation
     fetch: Callable[[BatchRef], DataProto]
+    notes: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 class Worker:
@@ -55,6 +60,11 @@ class Worker:
     @property
     def device(self) -> torch.device:
         return torch.device(self.context.device)
+
+    @property
+    def name(self) -> str:
+        """This worker in messages."""
+        return f"{self.context.role} rank {self.rank} on node {self.context.node}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def random_state(self) -> dict[str, Any]:

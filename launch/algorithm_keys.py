@@ -119,9 +119,10 @@ class RolloutCorrection(Section):
     A token's ratio is exp(old_log_probs - rollout_log_probs).
     """
 
-    weights: Literal["none", "token", "sequence"] = key(
-        "none",
+    weights: Literal["none", "token", "sequence"] | None = key(
+        None,
         "Truncated importance sampling: by each token's ratio, or by its sequence's product of them.",
+        shown="none; token where schedule.staleness or rollout.partial makes samples older than the weights",
         verl="algorithm.rollout_correction.rollout_is",
     )
     max_weight: float = key(

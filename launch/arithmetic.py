@@ -49,7 +49,12 @@ def batch_lines(recipe: Recipe, plan: PlacementPlan) -> list[str]:
         f"batch: {batch.prompts} prompts x {batch.samples_per_prompt} = {batch.samples} samples per step",
         f"mini-batches: {minis}; x {batch.epochs} epochs = {updates} updates per step",
     ]
-    if updates == 1:
+    if updates == 1 and recipe.schedule.staleness:
+        lines.append(
+            "one update per batch: clipping never acts; the samples' age is what "
+            f"algorithm.rollout_correction (weights: {recipe.algorithm.rollout_correction.weights}) is for"
+        )
+    elif updates == 1:
         lines.append("one update per batch: on-policy, the ratio is 1 by design and clipping never acts")
     for role in recipe.roles:
         if role != "rollout":

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.algorithms import AdaptiveKLController, Correction, FixedKLController, SoftOverlong
 from rolemesh.engine.checkpoint.saver import TrainedRole
+from rolemesh.engine.partial import PartialSpec
 from rolemesh.engine.refill import RefillSpec
 from rolemesh.engine.remote.http import Limits
 from rolemesh.engine.rewards import build
@@ -18,6 +19,7 @@ from rolemesh.engine.rewards.judge_answer import Scale
 from rolemesh.engine.rewards.judge_forms import Criterion, Scores
 from rolemesh.engine.rewards.judge_pairs import Pairwise
 from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.rollout.vllm import EngineSpec
 from rolemesh.engine.trainer import TrainerSpec
 from rolemesh.engine.workers.actor import PolicyLoss
 from rolemesh.engine.workers.advantage import AdvantageSpec
@@ -25,13 +27,16 @@ from rolemesh.engine.workers.critic import ValueLoss
 from rolemesh.engine.workers.megatron import RoleSpec
 from rolemesh.engine.workers.remote_reference import RemoteRefSpec
 from rolemesh.engine.workers.rollout import RolloutSpec
+from rolemesh.engine.workers.vllm_rollout import VLLMRolloutSpec
 from rolemesh.launch.arithmetic import updates
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.reward_keys import Judge, Reward
 from rolemesh.launch.reward_keys import Scorer as ScorerKeys
-from rolemesh.launch.roles import Actor, Critic, Optim, Ref
+from rolemesh.launch.roles import Actor, Critic, Lora, Optim, Ref
 from rolemesh.launch.schema import Recipe
+from rolemesh.parallel.lora import LoraConfig
 from rolemesh.parallel.optim import OptimConfig
+from rolemesh.placement.plan import PlacementPlan
 
 
 def trained_roles(recipe: Recipe) -> dict[str, TrainedRole]:
@@ -59,9 +64,16 @@ def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
         optim=optim,
         micro_batch_tokens=section.micro_batch_tokens or recipe.batch.micro_batch_tokens,
         new_head=isinstance(section, Critic) and section.new_head,
-        recompute=isinstance(section, Actor | Critic) and section.recompute,
+        recompute=section.recompute if isinstance(section, Actor | Critic) else "none",
+        router_loss=section.router_loss if isinstance(section, Actor) else 0.0,
+        offload=section.offload,
+        lora=_lora(section.lora) if isinstance(section, Actor | Critic) else None,
         temperature=recipe.rollout.temperature,
     )
+
+
+def _lora(keys: Lora) -> LoraConfig | None:
+    return LoraConfig(keys.rank, keys.alpha) if keys.rank else None
 
 
 def optim_config(optim: Optim, total_steps: int) -> OptimConfig:
@@ -111,10 +123,37 @@ def value_loss(recipe: Recipe) -> ValueLoss:
 
 
 def rollout_spec(recipe: Recipe) -> RolloutSpec:
-    """The rollout engine's model and how it samples; reads the actor's tokenizer for end and padding."""
+    """The built-in engine's model and how it samples."""
+    return RolloutSpec(
+        recipe.actor.path, recipe.actor.dtype, recipe.rollout.max_params, sampling_options(recipe)
+    )
+
+
+def vllm_spec(recipe: Recipe, plan: PlacementPlan) -> VLLMRolloutSpec:
+    """vLLM's engines; where other roles share their devices, they sleep between their turns."""
+    rollout, pool = recipe.rollout, plan.pool_of("rollout")
+    engine = EngineSpec(
+        path=recipe.actor.path,
+        dtype=recipe.actor.dtype,
+        sampling=sampling_options(recipe),
+        max_tokens=recipe.data.max_prompt_tokens + recipe.lengths.max_response_tokens,
+        tp=plan.layout_of("rollout").tp,
+        device=pool.device_kind,
+        max_seqs=rollout.max_seqs,
+        kv_tokens=rollout.max_batch_tokens if rollout.memory_share is None else None,
+        memory_share=rollout.memory_share or EngineSpec.memory_share,
+        eager=rollout.eager,
+        sleeps=len(pool.roles) > 1,
+        partial=rollout.partial,
+    )
+    return VLLMRolloutSpec(engine, rollout.engine_restarts)
+
+
+def sampling_options(recipe: Recipe) -> SamplingOptions:
+    """How responses are drawn; reads the actor's tokenizer for end and padding."""
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
     rollout = recipe.rollout
-    sampling = SamplingOptions(
+    return SamplingOptions(
         max_response_tokens=recipe.lengths.max_response_tokens,
         eos_ids=end_tokens(recipe.actor.path, tokenizer.eos_token_id),
         pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
@@ -124,7 +163,6 @@ def rollout_spec(recipe: Recipe) -> RolloutSpec:
         max_batch_tokens=rollout.max_batch_tokens,
         seed=recipe.run.seed,
     )
-    return RolloutSpec(recipe.actor.path, recipe.actor.dtype, rollout.max_params, sampling)
 
 
 def end_tokens(path: str, tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -168,7 +206,7 @@ def _soft_overlong(recipe: Recipe) -> SoftOverlong | None:
 def _correction(recipe: Recipe) -> Correction | None:
     keys = recipe.algorithm.rollout_correction
     mask, reject = ((b[0], b[1]) if b else None for b in (keys.mask, keys.reject))
-    correction = Correction(keys.weights, keys.max_weight, mask, reject, keys.reject_by)
+    correction = Correction(keys.weights or "none", keys.max_weight, mask, reject, keys.reject_by)
     return None if correction.is_off else correction
 
 
@@ -190,6 +228,7 @@ def kl_controller(recipe: Recipe) -> FixedKLController | AdaptiveKLController:
 
 def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] | None = None) -> TrainerSpec:
     """The loop around the step; `order` is the plan's."""
+    apart = recipe.has_ref and recipe.ref.kind != "actor"
     return TrainerSpec(
         steps=steps,
         samples_per_prompt=recipe.batch.samples_per_prompt,
@@ -200,10 +239,17 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         best_metric=recipe.run.best_metric if recipe.run.keep_best else None,
         critic_warmup=recipe.batch.critic_warmup,
         overlap=recipe.schedule.overlap,
+        staleness=recipe.schedule.staleness,
         refill=_refill(recipe),
-        expect_initial_kl=recipe.ref.expect_initial_kl if recipe.has_ref else None,
+        partial=_partial(recipe),
+        expect_initial_kl=recipe.ref.expect_initial_kl if apart else None,
         order=order or {},
     )
+
+
+def _partial(recipe: Recipe) -> PartialSpec | None:
+    rollout = recipe.rollout
+    return PartialSpec(rollout.partial_share, recipe.lengths.max_response_tokens) if rollout.partial else None
 
 
 def _refill(recipe: Recipe) -> RefillSpec | None:

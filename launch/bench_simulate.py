@@ -16,7 +16,7 @@ from rolemesh.placement.auto import plan_auto, plan_strategy
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.plan import PlacementPlan
 from rolemesh.placement.pools import PoolSpec
-from rolemesh.placement.simulator import SimulatedPool, Simulation, simulate
+from rolemesh.placement.simulator import SimulatedPool, Simulation, simulate_period
 from rolemesh.placement.strategies import explicit_pools
 from rolemesh.placement.timeline import Span
 
@@ -88,7 +88,7 @@ def simulate_cell(case: Case, strategy: str, limits: Limits) -> CellResult:
         elif pools := requested_pools(recipe):
             given = explicit_pools(pools, recipe.roles, case.spec)
         plan = plan_strategy(request, given, pins=pins, time_limit_s=limits.cell_s)
-    played = play(plan, request.graph)
+    played = play(plan, request.graph, request.staleness)
     step_s = plan.prediction.step_s if plan.prediction.step_s is not None else played.total_s
     return CellResult(
         *(case.model, case.cluster, case.workload, strategy, case.spec.n_devices),
@@ -103,16 +103,16 @@ def simulate_cell(case: Case, strategy: str, limits: Limits) -> CellResult:
     )
 
 
-def play(plan: PlacementPlan, graph: StepGraph) -> Simulation:
-    """One step in the plan's order."""
+def play(plan: PlacementPlan, graph: StepGraph, staleness: int = 0) -> Simulation:
+    """One step in the plan's order; see `simulate_period`."""
     seconds: Mapping[str, float] = plan.prediction.operations_s
     pools = [SimulatedPool(pool.name, pool.roles, pool.world) for pool in plan.pools]
-    return simulate(
+    return simulate_period(
         graph,
         {op.name: seconds.get(op.name, 0.0) for op in graph.operations},
         pools,
         order=plan.order or None,
-        steps=1,
+        staleness=staleness,
     )
 
 

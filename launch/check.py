@@ -14,6 +14,7 @@ from rolemesh.launch.algorithm_rules import algorithm_notes
 from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, updates
 from rolemesh.launch.checkpoint_rules import Resume, find_checkpoint
 from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
+from rolemesh.launch.engine_check import engine_problems
 from rolemesh.launch.fields import RecipeError, Section
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.loggers import absent_loggers
@@ -63,6 +64,8 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     checkpoints = _read_models(recipe, report)
     report.problems += [*_heads(recipe, checkpoints), *_lengths(recipe, checkpoints)]
     report.problems += [*_vocabularies(checkpoints)]
+    if recipe.actor.router_loss and "actor" in checkpoints and checkpoints["actor"].shape.moe is None:
+        report.problems.append("actor.router_loss: the actor is no mixture of experts: leave it out")
     try:
         report.plan = _plan(recipe, checkpoints, offline, report)
     except (RecipeError, *PLANNING_ERRORS) as error:
@@ -71,9 +74,22 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
         resume_from(recipe.run, report)
     if report.plan is not None:
         report.problems += not_runnable(report.plan)
+        if "actor" in checkpoints:
+            report.problems += engine_problems(recipe, report.plan, checkpoints["actor"].shape)
+        report.notes += _nothing_overlaps(recipe, report.plan)
         report.lines += report.plan.summary()
         report.lines += batch_lines(recipe, report.plan)
     return report
+
+
+def _nothing_overlaps(recipe: Recipe, plan: PlacementPlan) -> Iterator[str]:
+    """Staleness that buys nothing."""
+    pool = plan.pool_of("rollout")
+    if recipe.schedule.staleness and "actor" in pool.roles:
+        yield (
+            f"schedule.staleness is {recipe.schedule.staleness}, but rollout and actor take turns on pool "
+            f"{pool.name}: samples get older and hardly anything overlaps; give the rollout a pool of its own"
+        )
 
 
 def resume_from(run: Run, report: CheckReport) -> None:
@@ -192,14 +208,6 @@ def _heads(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[st
         yield "critic.path is a language model without a value head: set critic.new_head to train a fresh one"
     if labels.get("reward", 1) is None:
         yield "reward.path is a language model without a scalar head: its scores would be random"
-    if recipe.rollout.engine != "hf":
-        yield f"rollout.engine {recipe.rollout.engine} is planned, not run in this version: use engine: hf"
-    elif "actor" in checkpoints and (size := checkpoints["actor"].shape.n_params) > recipe.rollout.max_params:
-        yield (
-            f"the actor has {size:,} parameters, more than rollout.max_params "
-            f"({recipe.rollout.max_params:,}): rollout.engine hf keeps a whole copy in each process; vLLM, "
-            "made for such models, comes in a later version; raise max_params where memory allows"
-        )
 
 
 def _lengths(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:

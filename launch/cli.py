@@ -95,7 +95,7 @@ def convert_to_hugging_face(
     out: Annotated[Path, typer.Argument(help="The new folder.")],
     role: Annotated[str, typer.Option("--role", help="actor, critic, or reward (of train-rm).")] = "actor",
 ) -> int:
-    """Write a model of a checkpoint as a Hugging Face folder."""
+    """Write a model of a checkpoint as a Hugging Face folder, or such a folder as a sharded checkpoint."""
     from rolemesh.launch.convert import convert_checkpoint
 
     for line in convert_checkpoint(checkpoint, out, role):
@@ -164,6 +164,9 @@ def plan_of_recipe(
     any_software: Annotated[
         bool, typer.Option("--any-software", help="Also plan what this version's workers cannot run.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build every distinct rank, without memory or devices.")
+    ] = False,
 ) -> int:
     """Print where a recipe's roles go; start nothing. The word `recipe` may be left out."""
     from rolemesh.launch import plan_command
@@ -179,6 +182,7 @@ def plan_of_recipe(
             any_software=any_software,
             limit_s=limit_s,
             profiles=profile or (),
+            dry_run=dry_run,
         )
         text = plan.to_yaml().rstrip()
         print("\n".join(lines))

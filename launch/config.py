@@ -221,21 +221,32 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
     if sampling.on is None:
         sampling = replace(sampling, on=recipe.algorithm.name == "dapo")
 
+    correction = recipe.algorithm.rollout_correction
+    if correction.weights is None:
+        mixed = recipe.schedule.staleness or recipe.rollout.partial
+        correction = replace(correction, weights="token" if mixed else "none")
+
     def tokens(role: Actor | Critic | Ref | Reward) -> int:
         return role.micro_batch_tokens or recipe.batch.micro_batch_tokens
 
-    ref_path = recipe.ref.path
-    if recipe.ref.kind == "model":
+    ref_path, ref_kind = recipe.ref.path, recipe.ref.kind
+    if ref_kind is None:
+        ref_kind = "actor" if recipe.actor.lora.rank and ref_path is None else "model"
+    if ref_kind == "model":
         ref_path = ref_path or recipe.actor.path
     return replace(
         recipe,
         algorithm=replace(
-            recipe.algorithm, overlong=overlong, norm_tokens=norm_tokens, dynamic_sampling=sampling
+            recipe.algorithm,
+            overlong=overlong,
+            norm_tokens=norm_tokens,
+            dynamic_sampling=sampling,
+            rollout_correction=correction,
         ),
         run=replace(recipe.run, dir=recipe.run.dir or os.path.abspath(Path("runs") / name)),
         actor=replace(recipe.actor, micro_batch_tokens=tokens(recipe.actor)),
         critic=replace(recipe.critic, micro_batch_tokens=tokens(recipe.critic)),
-        ref=replace(recipe.ref, path=ref_path, micro_batch_tokens=tokens(recipe.ref)),
+        ref=replace(recipe.ref, kind=ref_kind, path=ref_path, micro_batch_tokens=tokens(recipe.ref)),
         reward=replace(
             recipe.reward,
             kind=_reward_kind(recipe.reward),

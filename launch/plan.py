@@ -85,17 +85,17 @@ def _from_file(recipe: Recipe, path: str, shapes: Mapping[str, ModelShape], runn
                 (layout.check if runnable else layout.check_cut)(shapes[role])
             except LayoutError as error:
                 raise LayoutError(f"role {role!r} of the plan {path}: {error}") from None
-    plan.check_order(graph_of(recipe))
+    plan.check_order(graph_of(recipe), recipe.schedule.staleness)
     return plan
 
 
 def not_runnable(plan: PlacementPlan) -> Iterator[str]:
     """What the plan asks of our workers that this version does not do."""
     for role, settings in plan.settings.items():
-        if settings.offload:
-            yield f"the plan offloads {role}, which is not in this version"
-        if settings.recompute == "selective":
-            yield f"the plan recomputes {role} selectively, which is not in this version: use none or full"
+        if settings.offload and role == "rollout":
+            yield "the plan offloads rollout, but an engine's memory is the engine's: leave it out"
+        if settings.recompute == "ops":
+            yield f"the plan recomputes {role}'s ops, which our workers do not: use none, selective or full"
 
 
 def as_planned(recipe: Recipe, plan: PlacementPlan) -> Recipe:
@@ -108,7 +108,9 @@ def as_planned(recipe: Recipe, plan: PlacementPlan) -> Recipe:
             key = "max_batch_tokens" if role == "rollout" else "micro_batch_tokens"
             new[key] = settings.micro_batch * longest
         if settings.recompute is not None and hasattr(section, "recompute"):
-            new["recompute"] = settings.recompute != "none"
+            new["recompute"] = settings.recompute
+        if settings.offload is not None and hasattr(section, "offload"):
+            new["offload"] = settings.offload
         changed[role] = replace(section, **new)
     return replace(recipe, **changed)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rolemesh.launch.checkpoints import read_shapes
 from rolemesh.launch.config import list_defaults, load_recipe
+from rolemesh.launch.dry_run import dry_run_plan
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on, read_plan_file
@@ -28,12 +29,14 @@ def plan_recipe(
     any_software: bool = False,
     limit_s: float = 60.0,
     profiles: Sequence[Path] = (),
+    dry_run: bool = False,
 ) -> tuple[PlacementPlan, list[str]]:
     """The plan of a recipe and the lines that tell it.
 
     `cluster` is a cluster file or a preset such as `16 x h100x8`, in place of the recipe's own cluster.
     `any_software` also considers what our workers do not run yet, `limit_s` ends the search of strategy auto.
-    `profiles` are files that describe device types as they were measured. Raises RecipeError.
+    `profiles` are files that describe device types as they were measured. `dry_run` builds every distinct
+    rank without memory and follows the checkpoints' tensors to where they land. Raises RecipeError.
     """
     recipe = load_recipe(path, overrides)
     shapes, notes = read_shapes(recipe)
@@ -48,6 +51,7 @@ def plan_recipe(
         raise RecipeError(f"placement: {error}{hint}") from error
     notes += not_runnable(plan)
     lines = [*plan.summary(), totals_line({role: layout.world for role, layout in plan.layouts.items()})]
+    lines += dry_run_plan(recipe, plan, shapes) if dry_run else []
     return plan, [*lines, *(f"note: {note}" for note in notes), *list_defaults(recipe)]
 
 

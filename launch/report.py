@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.plan import PlacementPlan
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.profile_file import fed, profile_text, read_profile_data
-from rolemesh.placement.simulator import SimulatedPool, Simulation, SimulationError, simulate
+from rolemesh.placement.schedule import ahead_of
+from rolemesh.placement.simulator import SimulatedPool, Simulation, SimulationError, simulate_period
 from rolemesh.placement.steps import step_graph, step_names
 from rolemesh.placement.timeline import Span, Timeline, TimelineError
 
@@ -173,7 +174,8 @@ def read_report(folder: str | Path) -> RunReport:
         spans = Timeline.load(folder / "timeline.json").spans
     except (OSError, TimelineError) as error:
         raise ReportError(f"{folder} holds no run: {error}") from None
-    steps = _by_step(spans)
+    graph, staleness, unreadable = _step(folder)
+    steps = _by_step(spans, ahead_of(graph) if graph and staleness else frozenset())
     if not steps:
         raise ReportError(f"{folder}: the timeline has no step yet")
     notes: list[str] = []
@@ -181,8 +183,12 @@ def read_report(folder: str | Path) -> RunReport:
     kept = dict(list(steps.items())[1:]) if len(steps) >= WARM_STEPS else steps
     if len(kept) < len(steps):
         notes.append("the first step is left out: it also allocates and compiles")
-    graph = _graph(folder, notes) if plan and plan.prediction.operations_s else None
-    simulated = _simulate(plan, graph, notes) if plan and graph else None
+    if graph and staleness:
+        notes.append("generation is shown with the step before its own, beside which it runs")
+    simulated = None
+    if plan and plan.prediction.operations_s:
+        notes += [f"no predicted step is drawn: {unreadable}"] if unreadable else []
+        simulated = _simulate(plan, graph, staleness, notes) if graph else None
     told = plan.prediction if plan else None
     predicted_step = told.step_s if told else None
     if predicted_step is None and simulated:
@@ -207,8 +213,8 @@ def read_report(folder: str | Path) -> RunReport:
     )
 
 
-def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    """Spans of each training step, in order.
+def _by_step(spans: Iterable[Span], ahead: Collection[str]) -> dict[int, list[Span]]:
+    """Spans of each training step, in order; operations that work `ahead` go with the step before theirs.
 
     Validation comes before the first step, as step 0, or after a step, under its number: what a rank does a
     second time in a step is left out.
@@ -216,6 +222,7 @@ def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
     steps: dict[int, dict[tuple[str, str, str, int], Span]] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         if step := int(span.args.get("step", 0)):
+            step -= span.name in ahead and step > 1
             steps.setdefault(step, {}).setdefault((span.name, span.role, span.pool, span.rank), span)
     return {step: list(first.values()) for step, first in sorted(steps.items())}
 
@@ -300,20 +307,20 @@ def _plan(folder: Path, notes: list[str]) -> PlacementPlan | None:
     return plan
 
 
-def _graph(folder: Path, notes: list[str]) -> StepGraph | None:
-    """The step that the run's recipe describes."""
+def _step(folder: Path) -> tuple[StepGraph | None, int, str]:
+    """The step that the run's recipe describes, and its staleness; or why it cannot be read."""
     from rolemesh.launch.config import load_recipe
     from rolemesh.launch.fields import RecipeError
     from rolemesh.launch.request import graph_of
 
     try:
-        return graph_of(load_recipe(folder / "recipe.yaml"))
+        recipe = load_recipe(folder / "recipe.yaml")
+        return graph_of(recipe), recipe.schedule.staleness, ""
     except (RecipeError, GraphError) as error:
-        notes.append(f"no predicted step is drawn: {error}")
-        return None
+        return None, 0, str(error)
 
 
-def _simulate(plan: PlacementPlan, graph: StepGraph, notes: list[str]) -> Simulation | None:
+def _simulate(plan: PlacementPlan, graph: StepGraph, staleness: int, notes: list[str]) -> Simulation | None:
     """One step as planned; an operation that the plan says nothing of takes no time."""
     told = plan.prediction.operations_s
     if silent := [op.name for op in graph.operations if op.name not in told]:
@@ -321,7 +328,7 @@ def _simulate(plan: PlacementPlan, graph: StepGraph, notes: list[str]) -> Simula
     seconds = {op.name: told.get(op.name, 0.0) for op in graph.operations}
     pools = [SimulatedPool(pool.name, pool.roles, pool.world) for pool in plan.pools]
     try:
-        return simulate(graph, seconds, pools, order=plan.order or None, steps=1)
+        return simulate_period(graph, seconds, pools, order=plan.order or None, staleness=staleness)
     except SimulationError as error:
         notes.append(f"the plan's order cannot be played: {error}")
         return None

@@ -20,6 +20,7 @@ from rolemesh.placement.model import ModelShape
 from rolemesh.placement.roles import PlanRequest, RoleRequest
 from rolemesh.placement.search.pins import Pin, PinError, Strength
 from rolemesh.placement.steps import step_graph
+from rolemesh.placement.steps.operations import reference_of_actor
 from rolemesh.placement.timing.transfer import Remote
 from rolemesh.placement.workload import Workload
 
@@ -31,7 +32,7 @@ def graph_of(recipe: Recipe) -> StepGraph:
     """The step graph of the recipe's algorithm."""
     kl_in = None if recipe.algorithm.kl.in_ == "none" else recipe.algorithm.kl.in_
     features = {"dynamic_sampling": True} if recipe.algorithm.dynamic_sampling.on else {}
-    return step_graph(
+    graph = step_graph(
         recipe.algorithm.step,
         reference=recipe.has_ref,
         reward=recipe.reward.kind,
@@ -40,6 +41,7 @@ def graph_of(recipe: Recipe) -> StepGraph:
         ref_takes="rows" if recipe.ref.kind == "remote" else "batch",
         **features,
     )
+    return reference_of_actor(graph) if recipe.ref.kind == "actor" else graph
 
 
 def workload_of(recipe: Recipe) -> Workload:
@@ -83,6 +85,7 @@ def request_of(
         cluster,
         remote=_stated_speeds(recipe),
         runnable=runnable,
+        staleness=recipe.schedule.staleness,
     )
 
 
@@ -101,7 +104,6 @@ def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults:
         written = defaults or any(path in recipe.given for path in (f"{role}.{name}", *also))
         return getattr(section, name, None) if written else None
 
-    recompute = given("recompute")
     if role == "rollout":
         return RoleRequest(
             shapes["actor"],
@@ -115,7 +117,9 @@ def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults:
         section.dtype,
         section.layout.pins,
         micro_batch_tokens=given("micro_batch_tokens", "batch.micro_batch_tokens"),
-        recompute=None if recompute is None else "full" if recompute else "none",
+        recompute=given("recompute"),
+        offload=given("offload"),
+        lora_rank=section.lora.rank if role in ("actor", "critic") else 0,
     )
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from rolemesh.engine.rewards.judge_answer import Scale
 from rolemesh.launch.fields import RecipeError, Section, key
-from rolemesh.launch.roles import InferDtype, LayoutPins, layout_key, micro_batch_tokens_key
+from rolemesh.launch.roles import InferDtype, LayoutPins, layout_key, micro_batch_tokens_key, offload_key
 from rolemesh.launch.service_keys import RequestLimits, Speed, check_endpoints
 
 RewardKind = Literal["model", "function", "remote", "judge", "composite"]
@@ -17,7 +17,7 @@ PartKind = Literal["function", "remote", "judge"]
 # The keys that count for each kind, and those of them that it cannot do without.
 _SERVICE = ("endpoints", "token_env", "text", "limits", "on_failure", "speed")
 KEYS: Mapping[str, tuple[str, ...]] = {
-    "model": ("path", "dtype", "layout", "micro_batch_tokens"),
+    "model": ("path", "dtype", "layout", "micro_batch_tokens", "offload"),
     "function": ("path", "limit_s", "workers", "text", "speed"),
     "remote": ("protocol", "score_key", "send_ids", *_SERVICE),
     "judge": ("model", "judge", *_SERVICE),
@@ -240,6 +240,7 @@ class Reward(Scorer):
     dtype: InferDtype = key("bfloat16", "Type of weights and activations (model).")
     layout: LayoutPins = layout_key("reward_model.megatron")
     micro_batch_tokens: int | None = micro_batch_tokens_key()
+    offload: bool = offload_key("reward_model.megatron.param_offload")
     speed: Speed = key(Speed, "How fast it is, for the planner (all but model).")
     parts: dict[str, Part] = key(
         {},

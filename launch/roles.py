@@ -11,6 +11,11 @@ from rolemesh.launch.service_keys import RequestLimits, Speed, check_endpoints
 
 TrainDtype = Literal["bfloat16", "float32"]
 InferDtype = Literal["bfloat16", "float32", "float16"]
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE_DOC = (
+    "What the backward pass makes anew: nothing, attention (selective), or whole layers (full: the least "
+    "memory, about a third more compute)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +66,17 @@ class LayoutPins(Section):
     sequence_parallel: bool | None = key(
         None, "Cut activations along the sequence too.", verl=".sequence_parallel", shown="false"
     )
+    pp_layers: tuple[int, ...] = key(
+        (),
+        "Layers of each pipeline stage (with vpp: of each part, stage after stage, round after round).",
+        unit="layers",
+        shown="as even as can be",
+    )
 
     @property
-    def pins(self) -> dict[str, int | bool]:
+    def pins(self) -> dict[str, Any]:
         """Only the keys that were given: what `Layout.fill` takes."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value not in (None, ())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +124,24 @@ def micro_batch_tokens_key() -> Any:
     return key(None, "Tokens per rank at once.", unit="tokens", at_least=1, shown="batch.micro_batch_tokens")
 
 
+def offload_key(verl: str = "") -> Any:
+    """The `offload` of such a role."""
+    return key(False, "Its states wait in host memory while other roles of the pool run.", verl=verl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Section):
+    """Low-rank adapters, trained in place of the model."""
+
+    scalar: ClassVar[str] = "rank"
+
+    rank: int = key(
+        0, "Rank of the adapters of attention and feed-forward; 0: the whole model is trained.",
+        at_least=0, verl=".lora_rank",
+    )  # fmt: skip
+    alpha: float = key(16.0, "An adapter counts alpha / rank times.", above=0, verl=".lora_alpha")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Actor(Section):
     """The model that is trained."""
@@ -123,12 +152,20 @@ class Actor(Section):
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
     optim: Optim = key(Optim, "Optimizer.", verl="actor_rollout_ref.actor.optim")
     layout: LayoutPins = layout_key("actor_rollout_ref.actor.megatron")
-    recompute: bool = key(
-        False,
-        "Recompute activations in the backward pass: less memory, about a third more compute.",
+    recompute: Recompute = key(
+        "none",
+        RECOMPUTE_DOC,
         verl="actor_rollout_ref.model.enable_gradient_checkpointing",
     )
+    router_loss: float = key(
+        0.0,
+        "Weight of the load-balancing loss of a mixture of experts, per layer (0: off).",
+        at_least=0.0,
+        verl="actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
+    )
     micro_batch_tokens: int | None = micro_batch_tokens_key()
+    offload: bool = offload_key("actor_rollout_ref.actor.megatron.param_offload")
+    lora: Lora = key(Lora, "Low-rank adapters in place of the whole model.", verl="actor_rollout_ref.model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +183,16 @@ class Critic(Section):
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
     optim: Optim = key(Optim, "Optimizer.", verl="critic.optim")
     layout: LayoutPins = layout_key("critic.megatron")
-    recompute: bool = key(
-        False,
-        "Recompute activations in the backward pass: less memory, about a third more compute.",
+    recompute: Recompute = key(
+        "none",
+        RECOMPUTE_DOC,
         verl="critic.model.enable_gradient_checkpointing",
     )
     micro_batch_tokens: int | None = micro_batch_tokens_key()
+    offload: bool = offload_key("critic.megatron.param_offload")
+    lora: Lora = key(
+        Lora, "Low-rank adapters and the value head in place of the whole model.", verl="critic.model"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +202,17 @@ class Ref(Section):
     scalar: ClassVar[str] = "path"
     later_keys: ClassVar[Mapping[str, str]] = {"stream": "the reference scores whole batches"}
 
-    kind: Literal["model", "remote"] = key(
-        "model", "model: a placed role; remote: a service (`rolemesh serve-ref`)."
+    kind: Literal["model", "remote", "actor"] | None = key(
+        None,
+        "model: a placed role; remote: a service (`rolemesh serve-ref`); actor: the actor itself, "
+        "without its adapters (actor.lora).",
+        shown="actor with actor.lora and without ref.path, else model",
     )
     path: str | None = key(None, "Hugging Face folder (model).", path=True, shown="actor.path")
     dtype: InferDtype = key("bfloat16", "Type of weights and activations (model).")
     layout: LayoutPins = layout_key("actor_rollout_ref.ref.megatron")
     micro_batch_tokens: int | None = micro_batch_tokens_key()
+    offload: bool = offload_key("actor_rollout_ref.ref.megatron.param_offload")
     endpoints: tuple[str, ...] = key(
         (), "URLs of the service, one or several (remote).", shown="required by remote"
     )
@@ -188,36 +233,3 @@ class Ref(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_endpoints(self.endpoints)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout(Section):
-    """Generation. The built-in engine `hf` holds a whole copy of the actor in each process."""
-
-    scalar: ClassVar[str] = "engine"
-
-    engine: Literal["hf", "vllm"] = key(
-        "hf",
-        "hf: transformers' generate, fed from the actor's weights; vllm: planned, not yet run.",
-        verl="actor_rollout_ref.rollout.name",
-    )
-    layout: LayoutPins = layout_key("actor_rollout_ref.rollout")
-    temperature: float = key(
-        1.0,
-        "Sampling temperature; log-probs use the same.",
-        above=0,
-        verl="actor_rollout_ref.rollout.temperature",
-    )
-    top_p: float = key(1.0, "Nucleus; 1: off.", above=0, at_most=1, verl="actor_rollout_ref.rollout.top_p")
-    top_k: int = key(
-        0, "Sample among so many tokens; 0: off.", at_least=0, verl="actor_rollout_ref.rollout.top_k"
-    )
-    max_params: int = key(
-        2_000_000_000, "Largest model that the hf engine accepts.", unit="parameters", at_least=1
-    )
-    max_batch_tokens: int = key(
-        131072,
-        "Tokens (rows x prompt and response) that one process generates at a time: bounds its KV cache.",
-        unit="tokens",
-        at_least=1,
-    )

@@ -6,9 +6,10 @@ from fractions import Fraction
 
 from rolemesh.launch.algorithm_rules import check_algorithm, useless_algorithm_keys
 from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys
-from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.fields import RecipeError, members
 from rolemesh.launch.loggers import useless_logger_keys
 from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
+from rolemesh.launch.rollout_keys import VLLM_KEYS
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.strategies import check_roles
@@ -28,6 +29,7 @@ def check_across(recipe: Recipe) -> None:
             "or use grpo"
         )
     check_algorithm(recipe)
+    _check_schedule(recipe)
     check_checkpoints(recipe.run, recipe.data.val_files)
     check_reward(recipe.reward)
     _check_comparisons(recipe)
@@ -35,13 +37,39 @@ def check_across(recipe: Recipe) -> None:
         raise RecipeError(
             "ref.endpoints is missing: where does the reference listen? such as [http://ref-0:5001]"
         )
+    if recipe.has_ref and recipe.ref.kind == "actor" and not recipe.actor.lora.rank:
+        raise RecipeError(
+            "ref.kind is actor, which is for an actor with adapters (actor.lora): without them its first "
+            "weights are gone after one update"
+        )
+    _check_engine(recipe)
+    _check_pools(recipe)
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """How the built-in engine can be cut, and what bounds an engine's memory."""
     for axis in ROLLOUT_AXES if recipe.rollout.engine == "hf" else ():
         if (size := getattr(recipe.rollout.layout, axis)) not in (None, False, 1):
             raise RecipeError(
                 f"rollout.layout.{axis} is {size}, but rollout.engine hf keeps a whole copy of the model "
                 f"in each process: leave {axis} out"
             )
-    _check_pools(recipe)
+    if recipe.rollout.layout.pp_layers:
+        raise RecipeError("rollout.layout.pp_layers: an engine shares out its layers itself; leave it out")
+    if recipe.rollout.memory_share is not None and "rollout.max_batch_tokens" in recipe.given:
+        raise RecipeError(
+            "rollout.memory_share and rollout.max_batch_tokens both bound the KV cache: leave one of them out"
+        )
+    if recipe.rollout.partial and recipe.schedule.staleness:
+        raise RecipeError(
+            f"rollout.partial keeps the longest responses for the next step, and schedule.staleness "
+            f"{recipe.schedule.staleness} generates ahead of it: use one of them"
+        )
+    if recipe.rollout.partial and recipe.algorithm.dynamic_sampling.on:
+        raise RecipeError(
+            "rollout.partial trains on what is finished first, and algorithm.dynamic_sampling (on by default "
+            "with dapo) fills a step by scores: use one of them"
+        )
 
 
 def _check_comparisons(recipe: Recipe) -> None:
@@ -58,6 +86,23 @@ def _check_comparisons(recipe: Recipe) -> None:
                     f"data.val_files: validation takes one sample for each prompt, and {section}.judge "
                     "compares several: use judge.against: label, or leave val_files out"
                 )
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    """What generating ahead of training cannot go with."""
+    if not (staleness := recipe.schedule.staleness):
+        return
+    if not recipe.schedule.overlap:
+        raise RecipeError(
+            f"schedule.staleness is {staleness}, so that generation goes on while others train, but "
+            "schedule.overlap is false: leave overlap true, or staleness 0"
+        )
+    if recipe.algorithm.dynamic_sampling.on:
+        raise RecipeError(
+            f"schedule.staleness is {staleness}, but algorithm.dynamic_sampling (on by default with dapo) "
+            "draws a step's prompts by the scores of those before: use staleness 0, or "
+            "algorithm.dynamic_sampling.on: false"
+        )
 
 
 def useless_keys(recipe: Recipe) -> dict[str, str]:
@@ -82,8 +127,11 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         )
         mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
     elif recipe.ref.kind == "remote":
-        names = ("path", "dtype", "layout", "micro_batch_tokens")
+        names = ("path", "dtype", "layout", "micro_batch_tokens", "offload")
         mark("ref.kind is remote: the service has the model", *(f"ref.{name}" for name in names))
+    elif recipe.ref.kind == "actor":
+        names = tuple(name for name in members(type(recipe.ref)) if name != "kind")
+        mark("ref.kind is actor: it is the actor without adapters", *(f"ref.{name}" for name in names))
     else:
         names = ("endpoints", "token_env", "limits", "speed")
         mark("ref.kind is model, not remote", *(f"ref.{name}" for name in names))
@@ -100,8 +148,12 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         mark("placement.pools says which roles go where", "placement.strategy")
     if recipe.placement.strategy != "auto":
         mark("only placement.strategy auto looks for a placement", "placement.pin")
-    if recipe.rollout.engine != "hf":
-        mark("rollout.engine is not hf", "rollout.max_params", "rollout.max_batch_tokens")
+    if recipe.rollout.engine == "hf":
+        mark("rollout.engine is hf, not vllm", *(f"rollout.{name}" for name in VLLM_KEYS))
+    else:
+        mark("rollout.engine is not hf", "rollout.max_params")
+    if not recipe.rollout.partial:
+        mark("rollout.partial is false", "rollout.partial_share")
     for role in ("actor", "critic"):
         if getattr(recipe, role).optim.decay == "constant":
             mark(f"{role}.optim.decay is constant", f"{role}.optim.min_lr")

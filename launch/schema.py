@@ -1,5 +1,5 @@
-"""The recipe: one frozen dataclass per section; keys are declared here, in `roles.py`, `algorithm_keys.py`,
-`reward_keys.py` and `service_keys.py`, and nowhere else.
+"""The recipe: one frozen dataclass per section; keys are declared here, in `roles.py`, `rollout_keys.py`,
+`algorithm_keys.py`, `reward_keys.py` and `service_keys.py`, and nowhere else.
 
 Each field carries its type (a `Literal` lists the choices), its default and, in the metadata made by
 `key`, what it means, its unit, its bounds and what verl calls it. `config.py` builds these values from
@@ -16,7 +16,8 @@ from typing import ClassVar, Literal
 from rolemesh.launch.algorithm_keys import Algorithm
 from rolemesh.launch.fields import RecipeError, Section, key
 from rolemesh.launch.reward_keys import Reward
-from rolemesh.launch.roles import Actor, Critic, Ref, Rollout
+from rolemesh.launch.roles import Actor, Critic, Ref
+from rolemesh.launch.rollout_keys import Rollout
 from rolemesh.placement.steps import step_graph
 
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
@@ -327,8 +328,13 @@ class Schedule(Section):
     """When operations run."""
 
     overlap: bool = key(True, "Run operations of different pools at the same time.")
-    staleness: Literal[0] = key(
-        0, "Steps a sample may be older than the weights.", unit="steps", later={1: "use 0"}
+    staleness: int = key(
+        0,
+        "Updates that the weights which make a sample may lack when it is trained on: 0 generates and trains "
+        "in turn, 1 generates for the next step meanwhile (one step off), more also hands the weights over "
+        "less often, each so many steps.",
+        unit="steps",
+        at_least=0,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rolemesh.launch.fields import Section, key
-from rolemesh.launch.roles import LayoutPins, Optim, TrainDtype
+from rolemesh.launch.roles import RECOMPUTE_DOC, LayoutPins, Optim, Recompute, TrainDtype
 from rolemesh.launch.schema import Cluster, Run
 
 
@@ -82,9 +82,9 @@ class Model(Section):
         verl="model.partial_pretrain",
     )
     dtype: TrainDtype = key("bfloat16", "Type of weights and activations; the optimizer keeps float32.")
-    recompute: bool = key(
-        False,
-        "Recompute activations in the backward pass: less memory, about a third more compute.",
+    recompute: Recompute = key(
+        "none",
+        RECOMPUTE_DOC,
         verl="model.enable_gradient_checkpointing",
     )
 

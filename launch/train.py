@@ -33,6 +33,7 @@ from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.engine.workers.remote_reference import RemoteRefWorker
 from rolemesh.engine.workers.reward import RewardWorker, ScoreWorker
 from rolemesh.engine.workers.rollout import RolloutWorker
+from rolemesh.engine.workers.vllm_rollout import VLLMRolloutWorker
 from rolemesh.launch import assemble
 from rolemesh.launch.checkpoints import read_shapes
 from rolemesh.launch.config import to_yaml
@@ -233,7 +234,7 @@ def _worker_groups(
         groups = {
             role: RayWorkerGroup(
                 pools[plan.pool_of(role).name],
-                _worker(recipe, role, steps),
+                _worker(recipe, plan, role, steps),
                 layout=plan.layout_of(role),
                 role=role,
                 timeout_s=recipe.run.timeout_s,
@@ -242,7 +243,7 @@ def _worker_groups(
         }
         for role, process in beside.items():
             groups[role] = RayWorkerGroup(
-                process, _worker(recipe, role, steps), role=role, timeout_s=recipe.run.timeout_s
+                process, _worker(recipe, plan, role, steps), role=role, timeout_s=recipe.run.timeout_s
             )
         progress.start("load models")
         loading = [group.init_model(blocking=False) for group in groups.values()]
@@ -255,8 +256,10 @@ def _worker_groups(
             pool.shutdown()
 
 
-def _worker(recipe: Recipe, role: str, steps: int) -> RayClassWithInitArgs:
+def _worker(recipe: Recipe, plan: PlacementPlan, role: str, steps: int) -> RayClassWithInitArgs:
     """The worker class of a role and what its constructor takes."""
+    if role == "rollout" and recipe.rollout.engine == "vllm":
+        return RayClassWithInitArgs(VLLMRolloutWorker, assemble.vllm_spec(recipe, plan))
     if role == "rollout":
         return RayClassWithInitArgs(RolloutWorker, assemble.rollout_spec(recipe))
     if role == "reward" and recipe.reward.kind != "model":

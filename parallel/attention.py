@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rolemesh.parallel.context import Packed, Span
+
 
 class CausalAttention(nn.Module):
     """Core attention through torch's `scaled_dot_product_attention`: memory linear in the sequence length.
 
-    Rows are padded on the right, so that causality alone keeps every token from seeing padding: there
-    is no mask. The constructor's arguments are those megatron-core passes to a core attention.
+    With a sliding window a token sees itself and the `window` - 1 tokens before it.
+
+    Samples come packed, and each sees itself alone. Under context parallelism a rank's queries meet the keys
+    and values of all cp ranks, under a boolean mask of (a rank's chunk of a sample) x (the sample up to the
+    chunk's end). The constructor's arguments are those megatron-core passes to a core attention.
     """
 
     def __init__(
@@ -30,21 +39,60 @@ class CausalAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.cp_group = None if pg_collection is None else pg_collection.cp
+        self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Packed,
+        **_: Any,
     ) -> Tensor:
-        """query [s, b, heads, d], key and value [s, b, kv heads, d] to [s, b, heads * d]."""
-        s, b, heads, _d = query.shape
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = key.shape[1] != heads
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped
+        """query [t, heads, d], key and value [t, kv heads, d] of this rank's tokens to [t, heads * d]."""
+        if packed_seq_params.order is not None:
+            key, value = (self._of_all(x)[packed_seq_params.order] for x in (key, value))
+        outputs, at = [], 0
+        for n_queries, start, stop in self._windows(packed_seq_params.spans):
+            parts = (query[at : at + n_queries], key[start:stop], value[start:stop])
+            outputs.append(self._attend(*(x.transpose(0, 1)[None] for x in parts))[0].transpose(0, 1))
+            at += n_queries
+        return torch.cat(outputs).flatten(1)
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """The cp ranks' tokens laid end to end; backward sums what every rank's queries ask of each."""
+        return gather_from_sequence_parallel_region(x, group=self.cp_group)
+
+    def _windows(self, spans: Sequence[Span]) -> Iterator[Span]:
+        """The spans, those longer than the window cut so that memory stays linear in their length."""
+        for span in spans:
+            n_queries, start, stop = span
+            if self.window is None or stop - start <= self.window:
+                yield span
+                continue
+            for first in range(stop - n_queries, stop, self.window):
+                last = min(first + self.window, stop)
+                yield Span(last - first, max(start, first - self.window + 1), last)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of queries [1, heads, s, d], the last ones of keys [1, kv heads, k, d]."""
+        s, k = query.shape[2], key.shape[2]
+        mask = None
+        if s < k or (self.window is not None and self.window < k):
+            mask = torch.ones(s, k, dtype=torch.bool, device=query.device).tril(k - s)
+        if mask is not None and self.window is not None:
+            mask = mask.triu(k - s - self.window + 1)
+        grouped = key.shape[1] != query.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
-        return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
 class RMSNorm(nn.Module):

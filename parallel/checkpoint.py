@@ -40,7 +40,7 @@ from rolemesh.parallel.durable_files import FileRecord, HashedFile, read_record,
 from rolemesh.parallel.model import ParallelModel
 from rolemesh.parallel.weights.boxes import boxes
 from rolemesh.parallel.weights.load import planned_parameters
-from rolemesh.parallel.weights.pieces import Replicated
+from rolemesh.parallel.weights.pieces import Buffer, Replicated
 from rolemesh.parallel.weights.plan import export_order, hf_tensors, stage_plan
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -72,11 +72,13 @@ class ShardSave:
     def __init__(self, model: ParallelModel, folder: str | Path) -> None:
         if model.optimizer is None:
             raise CheckpointError("this model has no optimizer: it is not trained, so it is not saved")
-        state: dict[str, Any] = dict(_sharded_state(model, saving=True))
-        state["step_count"] = model.optimizer.step_count
-        state["shape"] = _described(model)
         self._folder = Path(folder)
-        self._writer, self._metadata, self._common = _host_copy_of(state, folder)
+        with model.use("states"):
+            state: dict[str, Any] = dict(_sharded_state(model, saving=True))
+            state["step_count"] = model.optimizer.step_count
+            state["shape"] = _described(model)
+            state["lora"] = asdict(model.lora) if model.lora else None
+            self._writer, self._metadata, self._common = _host_copy_of(state, folder)
         self._cancelled = threading.Event()
         self._progress = SaveProgress(done=False)
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -126,10 +128,11 @@ def load_shards(model: ParallelModel, folder: str | Path) -> None:
     saved = dist_checkpointing.load_common_state_dict(str(folder))
     if saved["shape"] != _described(model):
         raise CheckpointError(f"{folder} is of another model: {_differences(saved['shape'], model)}")
-    state = dict(_sharded_state(model, saving=False))
-    dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    optimizer.set_step(saved["step_count"])
-    optimizer.publish_weights()
+    with model.use("training"):
+        state = dict(_sharded_state(model, saving=False))
+        dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+        optimizer.set_step(saved["step_count"])
+        optimizer.publish_weights()
 
 
 def _sharded_state(model: ParallelModel, *, saving: bool) -> Iterator[tuple[str, ShardedTensor]]:
@@ -140,37 +143,53 @@ def _sharded_state(model: ParallelModel, *, saving: bool) -> Iterator[tuple[str,
     """
     assert model.optimizer is not None
     shape, layout, coords = model.shape, model.layout, model.coords
-    plans = stage_plan(shape, layout, coords.pp, model.head)
-    parameters = planned_parameters(model.module, plans, coords)
+    ep_rank = layout.expert_coords(layout.rank(coords)).ep
+    plans = stage_plan(shape, layout, coords.pp, model.head, ep_rank=ep_rank)
+    parameters = planned_parameters(dict(model.named_parameters()), plans, coords)
+    adapters = model.adapter_plans(plans)
+    parameters |= {name: x for name, x in model.trained_parameters() if name not in parameters}
     whole = {name: tensor.shape for name, tensor in hf_tensors(shape, model.head).items()}
-    exported = {(stage, plan.name) for stage, plan in export_order(shape, layout, model.head)}
-    for plan in plans:
-        elsewhere = (coords.pp, plan.name) not in exported
+    whole |= {tensor.name: tensor.shape for plan in adapters for tensor in plan.tensors}
+    exported = {
+        tensor.name: (stage, plan.name)
+        for stage, _, plan in export_order(shape, layout, model.head)
+        for tensor in plan.tensors
+    }
+    for plan in (*plans, *adapters):
+        here = (coords.pp, plan.name)
+        elsewhere = here != exported.get(plan.tensors[0].name, here)
         if saving and (elsewhere or (isinstance(plan.rule, Replicated) and coords.tp > 0)):
+            continue
+        if isinstance(plan.rule, Buffer):
+            if not saving or (coords.dp, coords.cp) == (0, 0):
+                key, data = f"param.{plan.tensors[0].name}", parameters[plan.name]
+                yield key, _sharded(key, data, tuple(data.shape), (0,) * data.ndim)
             continue
         shard = model.optimizer.shard_of(parameters[plan.name])
         if shard is None:
             continue
         for box in boxes(plan.cuts[coords.tp], shard.low, shard.high):
             for name in STATES:
-                data = box.view(shard.states[name])
                 key = f"{name}.{box.tensor}"
-                yield (
-                    f"{key}/{plan.name}/{box.offset}",
-                    ShardedTensor(
-                        key=key,
-                        data=data,
-                        dtype=data.dtype,
-                        local_shape=box.shape,
-                        global_shape=whole[box.tensor],
-                        global_offset=box.offset,
-                        axis_fragmentations=None,  # boxes are of all sizes
-                    ),
-                )
+                data = _sharded(key, box.view(shard.states[name]), whole[box.tensor], box.offset)
+                yield f"{key}/{plan.name}/{box.offset}", data
+
+
+def _sharded(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...]) -> ShardedTensor:
+    return ShardedTensor(
+        key=key,
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_shape=whole,
+        global_offset=offset,
+        axis_fragmentations=None,  # boxes are of all sizes
+    )
 
 
 def _described(model: ParallelModel) -> dict[str, str]:
-    return {"head": model.head, **{name: str(value) for name, value in asdict(model.shape).items()}}
+    lora = {"lora": str(model.lora)} if model.lora else {}
+    return {"head": model.head, **lora, **{name: str(value) for name, value in asdict(model.shape).items()}}
 
 
 def _differences(saved: Mapping[str, str], model: ParallelModel) -> str:

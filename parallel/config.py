@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -9,7 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.model import ModelError, ModelShape, stage_layers
+from rolemesh.placement.model import ModelShape
+
+Recompute = Literal["none", "selective", "full"]
 
 
 class StageLayers(PipelineParallelLayerLayout):
@@ -18,12 +22,13 @@ class StageLayers(PipelineParallelLayerLayout):
     megatron-core's class does the same but asks its global state which stage this is.
     """
 
-    def __init__(self, layers: list[int], pp_rank: int) -> None:
-        decoders = [[LayerType.decoder] * n for n in layers]
-        decoders[0].insert(0, LayerType.embedding)
-        decoders[-1].append(LayerType.loss)
-        super().__init__(decoders, len(layers))
-        self._layers, self._pp_rank = layers, pp_rank
+    def __init__(self, stages: list[list[range]], pp_rank: int) -> None:
+        parts = [stage[part] for part in range(len(stages[0])) for stage in stages]
+        kinds = [[LayerType.decoder] * len(part) for part in parts]
+        kinds[0].insert(0, LayerType.embedding)
+        kinds[-1].append(LayerType.loss)
+        super().__init__(kinds, len(stages))
+        self._parts = stages[pp_rank]
 
     def get_num_layers_to_build(
         self,
@@ -31,8 +36,8 @@ class StageLayers(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Decoder layers of the stage."""
-        return self._layers[self._pp_rank]
+        """Decoder layers of the stage's part."""
+        return len(self._parts[vp_stage or 0])
 
     def get_layer_offset(
         self,
@@ -40,8 +45,8 @@ class StageLayers(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Decoder layers of the stages before it."""
-        return sum(self._layers[: self._pp_rank])
+        """Decoder layers before it."""
+        return self._parts[vp_stage or 0].start
 
 
 def transformer_config(
@@ -50,30 +55,29 @@ def transformer_config(
     pp_rank: int,
     *,
     dtype: torch.dtype,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> TransformerConfig:
     """Configuration of the pipeline stage `pp_rank`.
 
     There is no dropout, so that a forward pass is a function of weights and tokens alone. Weights are not
-    initialised: a checkpoint fills them. `recompute` keeps only each layer's input for the backward pass.
-    Gradients are summed over data parallel ranks, not averaged: losses come divided already.
+    initialised: a checkpoint fills them. `recompute` says what the backward pass makes anew: `full`
+    keeps only each layer's input, `selective` all but what attention gives (and, under context parallelism,
+    the other ranks' keys and values). Gradients are summed over data parallel ranks, not averaged: losses
+    come divided already.
 
-    Raises LayoutError for a layout that cannot cut this shape, ModelError for biases outside of the qkv
-    projection.
+    Raises LayoutError for a model that the workers do not build, and a layout that cannot cut it.
     """
     layout.check(shape)
-    if shape.out_bias or shape.mlp_bias:
-        raise ModelError(
-            f"{shape.family} with biases in its output or feed-forward projections is not supported; "
-            "only qkv biases are"
-        )
     return TransformerConfig(
+        **_experts(shape, layout),
         num_layers=shape.n_layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
         num_attention_heads=shape.n_heads,
         num_query_groups=shape.n_kv_heads,
-        kv_channels=shape.head_dim,
+        # Of a head it is what turns with the position, by which megatron-core makes its frequencies.
+        kv_channels=shape.latent.rope_dim if shape.latent else shape.head_dim,
+        window_size=None if shape.window is None else (shape.window - 1, 0),
         qk_layernorm=shape.qk_norm,
         add_qkv_bias=shape.qkv_bias,
         add_bias_linear=False,
@@ -89,8 +93,9 @@ def transformer_config(
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_layout=(
-            StageLayers(stage_layers(shape.n_layers, layout.pp), pp_rank) if layout.pp > 1 else None
+            StageLayers(layout.stages(shape.n_layers), pp_rank) if layout.pp > 1 else None
         ),
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,  # micro-batches differ in length: stages tell each other the shape
@@ -101,9 +106,10 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         calculate_per_token_loss=True,  # gradients are summed over dp, the loss is not divided again
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_modules=["core_attn"],  # of `selective`
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
         # What needs apex's or Transformer Engine's kernels:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -112,6 +118,24 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _experts(shape: ModelShape, layout: Layout) -> dict[str, Any]:
+    """Settings of a mixture of experts. How tokens are routed is our router's."""
+    if shape.moe is None:
+        return {}
+    return {
+        "num_moe_experts": shape.moe.n,
+        "moe_ffn_hidden_size": shape.moe.ffn,
+        "moe_router_topk": shape.moe.top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": True,  # not read: megatron-core refuses other settings for one expert
+        "moe_shared_expert_intermediate_size": shape.moe.shared_ffn or None,
+        "moe_shared_expert_gate": shape.moe.shared_gate,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:

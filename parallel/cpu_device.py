@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _MEGATRON = "megatron.core"
 _CPU = torch.device("cpu")
@@ -84,6 +85,15 @@ class _SwapOnImport(importlib.abc.MetaPathFinder):
                     setattr(owner, name, original)  # torch.compile would need a C++ compiler here
         if module.__name__ == f"{_MEGATRON}.jit":
             module.disable_jit_fuser()
+        elif module.__name__ == f"{_MEGATRON}.transformer.moe.token_dispatcher":
+            dispatcher: Any = module
+            dispatcher.maybe_move_tensor_to_cpu = _as_host_value
+        elif module.__name__ == f"{_MEGATRON}.tensor_parallel.mappings":
+            mappings: Any = module
+            mappings._gather_along_first_dim = _gather_uneven(mappings._gather_along_first_dim)
+            mappings._reduce_scatter_along_first_dim = _scatter_uneven(
+                mappings._reduce_scatter_along_first_dim
+            )
         elif module.__name__ == f"{_MEGATRON}.tensor_parallel.random":
             random: Any = module
             random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -125,6 +135,9 @@ class _Inert:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _do_nothing
 
+    def record_event(self, event: object = None) -> _Inert:
+        return _Inert()
+
     def __enter__(self) -> _Inert:
         return self
 
@@ -148,7 +161,7 @@ class _CpuCuda:
 
     set_device = empty_cache = synchronize
 
-    def stream(self, stream: object) -> _Inert:
+    def stream(self, stream: object = None) -> _Inert:
         return _Inert()
 
     current_stream = default_stream = stream
@@ -218,6 +231,45 @@ def _is_class_of(value: object, module: types.ModuleType) -> bool:
 
 def _called_from_megatron() -> bool:
     return _is_megatron(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the dispatcher of experts' tokens makes of tensors on a GPU; it would leave CPU ones alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _gather_uneven(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers parts of one size only, unlike NCCL: uneven ones are filled up on the way."""
+
+    @functools.wraps(gather)
+    def call(
+        x: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, *options: Any
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, output_split_sizes, *options)
+        filled = x.new_zeros((max(output_split_sizes), *x.shape[1:]))
+        filled[: len(x)] = x
+        parts = [torch.empty_like(filled) for _ in output_split_sizes]
+        dist.all_gather(parts, filled, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes, strict=True)])
+
+    return call
+
+
+def _scatter_uneven(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same for sums of which each rank takes a part."""
+
+    @functools.wraps(scatter)
+    def call(
+        x: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, *options: Any
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(x, group, input_split_sizes, *options)
+        whole = x.clone()
+        dist.all_reduce(whole, group=group)
+        return whole.split(input_split_sizes)[group.rank()].contiguous()
+
+    return call
 
 
 def _do_nothing(*args: object, **kwargs: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,7 +91,7 @@ class Optimizer:
     def __init__(
         self,
         config: OptimConfig,
-        model: DistributedDataParallel,
+        parts: list[DistributedDataParallel],
         groups: ProcessGroupCollection,
         dtype: torch.dtype,
     ) -> None:
@@ -110,7 +110,7 @@ class Optimizer:
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
             ),
-            [model],
+            parts,
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
@@ -127,13 +127,23 @@ class Optimizer:
         if not math.isfinite(norm):
             return Update(norm, lr, skipped=True)
         if self.config.clip_grad is not None:
-            clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_grad, norm)
+            # Routed experts have an optimizer of their own.
+            parameters = [parameter for part in self._parts for parameter in part.get_parameters()]
+            clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
         for group in self.megatron.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
         self.step_count += 1
         return Update(norm, lr, skipped=False)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What there is now of fp32 weights and moments on this rank, in flat parts."""
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.state.get(parameter, {})
+                    yield from (parameter.data, *(x for x in state.values() if torch.is_tensor(x) and x.ndim))
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
         """This rank's part of a parameter; None where the data parallel ranks beside it have all of it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -10,9 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rolemesh.parallel.rope import inverse_frequencies
 from rolemesh.parallel.spec import block_spec
 from rolemesh.parallel.weights import Head
-from rolemesh.placement.model import ModelShape, padded_vocab, stage_layers
+from rolemesh.placement.layout import Layout
+from rolemesh.placement.model import ModelShape, padded_vocab
 
 
 class OutputLayer(nn.Module):
@@ -66,52 +70,58 @@ class ValueHead(OutputLayer):
         return self.gather(F.linear(hidden.float(), self.weight.float())), None
 
 
+class _Stage(GPTModel):
+    """megatron-core's model, which takes the padding mask of this rank's own tokens on every stage.
+
+    The class itself cuts it over tp, on the first stage only and through global state.
+    """
+
+    def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        found = super()._preprocess(*args, **kwargs)
+        return (*found[:5], padding_mask, *found[6:])
+
+
 def build_stage(
     shape: ModelShape,
     config: TransformerConfig,
     groups: ProcessGroupCollection,
     *,
+    layout: Layout,
     head: Head,
     device: torch.device,
+    part: int = 0,
 ) -> GPTModel:
     """This rank's part of the model; its weights are whatever memory held until a checkpoint fills them.
 
-    The last stage gives out hidden states [b, s, h] after the final norm (`head` "lm") or values [b, s, 1].
+    With interleaving a stage has several parts, `part` is the one to build. The last stage's last part gives
+    out hidden states [b, s, h] after the final norm (`head` "lm") or values [b, s, 1].
 
     The vocabulary is padded so that it divides over tp. For a tied model the pipeline's first and last
     stage must both call: they share a matrix.
     """
-    pp_rank, pp = groups.pp.rank(), groups.pp.size()
-    layers = stage_layers(shape.n_layers, pp)[pp_rank]
+    parts = layout.stages(shape.n_layers)[groups.pp.rank()]
     with device:
-        model = GPTModel(
+        model = _Stage(
             config,
-            block_spec(layers, qk_norm=shape.qk_norm, device=device),
+            block_spec(shape, parts[part], device),
             vocab_size=padded_vocab(shape.vocab, groups.tp.size()),
             max_sequence_length=shape.max_positions,
-            pre_process=pp_rank == 0,
-            post_process=pp_rank == pp - 1,
+            pre_process=parts[part].start == 0,
+            post_process=parts[part].stop == shape.n_layers,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tied and head == "lm",
             pg_collection=groups,
+            vp_stage=part if layout.vpp > 1 else None,
         )
         if model.post_process:
             model.output_layer = (
                 PolicyHead(config, groups, model.output_layer) if head == "lm" else ValueHead(config, groups)
             )
-    if shape.rope_scaling is not None:
-        _scale_rope(model, shape)
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(device)
+    for name, parameter in model.named_parameters():
+        if ".local_experts." in name:
+            # megatron-core would sum their gradients like dense ones where ep is 1, and miss those of other
+            # tp ranks' tokens.
+            parameter.allreduce = False
     return model
-
-
-def _scale_rope(model: GPTModel, shape: ModelShape) -> None:
-    """Llama 3's scaling with the checkpoint's own numbers (GPTModel's switch fixes all but the factor)."""
-    scaling, rope = shape.rope_scaling or {}, model.rotary_pos_emb
-    rope.inv_freq = rope._apply_scaling(
-        rope.inv_freq,
-        factor=scaling["factor"],
-        low_freq_factor=scaling["low_freq_factor"],
-        high_freq_factor=scaling["high_freq_factor"],
-        original_max_position_embeddings=scaling.get("original_max_position_embeddings", shape.max_positions),
-    )

@@ -35,7 +35,7 @@ def explain_infeasible(request: PlanRequest, found: Infeasible, solve: Solve) ->
 
 
 def changes_that_fit(request: PlanRequest, solve: Solve) -> Iterator[tuple[str, Assignment]]:
-    """One thing less fixed, and a plan with it; offload last, which our workers cannot do."""
+    """One thing less fixed, and a plan with it; last what our workers cannot do."""
     for role, mine in request.roles.items():
         for what, relaxed in _relaxed(mine):
             best = solve(replace(request, roles={**request.roles, role: relaxed}))
@@ -49,6 +49,10 @@ def changes_that_fit(request: PlanRequest, solve: Solve) -> Iterator[tuple[str, 
             yield f"with {how}, which our workers cannot do yet", best
 
 
+_HANGING = {"tp": ("sequence_parallel",), "pp": ("vpp", "pp_layers"), "vpp": ("pp_layers",)}
+"""Keys that mean nothing without the axis."""
+
+
 def _relaxed(mine: RoleRequest) -> Iterator[tuple[str, RoleRequest]]:
     if mine.recompute not in (None, "full"):
         yield "recompute", replace(mine, recompute="full")
@@ -57,7 +61,9 @@ def _relaxed(mine: RoleRequest) -> Iterator[tuple[str, RoleRequest]]:
     if mine.offload is False:
         yield "offload", replace(mine, offload=True)
     for axis in mine.pins:
-        yield axis, replace(mine, pins={name: size for name, size in mine.pins.items() if name != axis})
+        hanging = _HANGING.get(axis, ())
+        kept = {name: size for name, size in mine.pins.items() if name not in (axis, *hanging)}
+        yield axis, replace(mine, pins=kept)
 
 
 def _said(cost: RoleCost, what: str) -> str:

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rolemesh.placement.modules import Experts, LatentAttention, ModelError
+from rolemesh.placement.modules import Experts, LatentAttention, ModelError, Router
+
+
+def _router(config: Mapping[str, Any]) -> Router:
+    """Softmax over all experts; the chosen ones' scores are made to add up to 1 where the model says so."""
+    return Router(norm=bool(config.get("norm_topk_prob", False)))
+
+
+def _deepseek_v2_router(config: Mapping[str, Any]) -> Router:
+    if config.get("norm_topk_prob"):
+        raise ModelError("deepseek_v2 with norm_topk_prob is not supported: transformers does not apply it")
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy")
+    grouped = method == "group_limited_greedy"
+    return Router(
+        norm=False,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        n_groups=config["n_group"] if grouped else 1,
+        top_groups=config["topk_group"] if grouped else 1,
+    )
+
+
+def _biased_router(n_groups: int, top_groups: int, scale: float) -> Callable[[Mapping[str, Any]], Router]:
+    """DeepSeek-V3's kind; the arguments hold where a configuration leaves them out."""
+
+    def read(config: Mapping[str, Any]) -> Router:
+        return Router(
+            score="sigmoid",
+            norm=bool(config.get("norm_topk_prob", True)),
+            scale=float(config.get("routed_scaling_factor", scale)),
+            bias=True,
+            n_groups=config.get("n_group") or n_groups,
+            top_groups=config.get("topk_group") or top_groups,
+            group_best=2,
+        )
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -28,6 +65,7 @@ class _Family:
     window: int | None = None  # where the configuration leaves it out; for families that always apply it
     windowed: bool = False
     moe: tuple[str, ...] = ()  # keys that a mixture of experts needs
+    router: Callable[[Mapping[str, Any]], Router] = _router
     latent: bool = False
     runnable: bool = False
 
@@ -43,22 +81,46 @@ _DEEPSEEK = (
 )
 FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(mlp_bias=True, runnable=True),
-    "mistral": _Family(attention_bias=False, windowed=True, window=4096),
+    "mistral": _Family(attention_bias=False, windowed=True, window=4096, runnable=True),
     "qwen2": _Family(attention_bias=True, out_bias=False, runnable=True),
     "qwen3": _Family(qk_norm=True, head_dim=128, runnable=True),
-    "mixtral": _Family(attention_bias=False, windowed=True, moe=("num_experts_per_tok",)),
+    "mixtral": _Family(
+        attention_bias=False,
+        windowed=True,
+        moe=("num_experts_per_tok",),
+        router=lambda config: Router(),
+        runnable=True,
+    ),
     "qwen2_moe": _Family(
         bias_key="qkv_bias",
         bias_default=True,
         out_bias=False,
         moe=(*_QWEN_MOE, "shared_expert_intermediate_size"),
     ),
-    "qwen3_moe": _Family(qk_norm=True, moe=_QWEN_MOE),
+    "qwen3_moe": _Family(qk_norm=True, moe=_QWEN_MOE, runnable=True),
     "glm4_moe": _Family(
-        out_bias=False, qk_norm=None, partial_rope=True, moe=(*_QWEN_MOE, "n_shared_experts")
+        out_bias=False,
+        qk_norm=None,
+        partial_rope=True,
+        moe=(*_QWEN_MOE, "n_shared_experts"),
+        router=_biased_router(1, 1, 1.0),
     ),
-    "deepseek_v3": _Family(ropes=("default", "yarn"), moe=_DEEPSEEK, latent=True),
+    "deepseek_v2": _Family(
+        ropes=("default", "yarn"), moe=_DEEPSEEK, router=_deepseek_v2_router, latent=True, runnable=True
+    ),
+    "deepseek_v3": _Family(
+        ropes=("default", "yarn"), moe=_DEEPSEEK, router=_biased_router(8, 4, 2.5), latent=True, runnable=True
+    ),
 }
+
+REFUSED: Mapping[str, str] = {
+    "gemma": "norms that multiply by 1 + weight, scaled embeddings and a GELU feed-forward",
+    "gemma2": "soft-capped attention scores and logits (attn_logit_softcapping, final_logit_softcapping)",
+    "gemma3": "images, norms around each part, and rope settings per kind of layer",
+    "gemma3_text": "norms around each part, and rope settings per kind of layer (sliding and full attention)",
+    "gpt_oss": "attention sinks and experts with biases and a clamped activation",
+}
+"""Model types that are known and refused, and what they have that is not built here."""
 
 _REQUIRED = (
     "vocab_size",
@@ -111,6 +173,11 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _family(config: Mapping[str, Any]) -> _Family:
     model_type = str(config.get("model_type"))
+    if model_type in REFUSED:
+        raise ModelError(
+            f"model_type {model_type!r} is not supported: it has {REFUSED[model_type]}; "
+            f"supported: {', '.join(FAMILIES)}"
+        )
     if model_type not in FAMILIES:
         raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
@@ -137,10 +204,13 @@ def _experts(config: Mapping[str, Any], family: _Family) -> Experts:
         shared_ffn=shared,
         shared_gate=gated,
         dense_layers=tuple(dense),
+        router=family.router(config),
     )
 
 
 def _latent(config: Mapping[str, Any]) -> LatentAttention:
+    if config.get("rope_interleave") is False:
+        raise ModelError("rope_interleave false is not supported: pairs of neighbours rotate")
     return LatentAttention(
         kv_rank=config["kv_lora_rank"],
         rope_dim=config["qk_rope_head_dim"],

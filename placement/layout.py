@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolemesh.placement.hints import did_you_mean
-from rolemesh.placement.model import Experts, ModelShape
+from rolemesh.placement.model import Experts, ModelShape, stage_layers
 
 _AXES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 
@@ -28,9 +29,25 @@ class Coords(NamedTuple):
     tp: int
 
 
+class ExpertCoords(NamedTuple):
+    """Where one rank stands among the experts' ranks; field order is that grid's, slowest axis first.
+
+    A pipeline stage's ranks, in their order, are cut over `etp` (parts of an expert), then `ep` (different
+    experts); `edp` counts the copies.
+    """
+
+    pp: int
+    edp: int
+    ep: int
+    etp: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the parallel axes; rank order is `arange(world).view(pp, dp, cp, tp)` (Megatron's).
+
+    `pp_layers` are the layers of each part of the pipeline, in the model's order: pp numbers, pp x vpp with
+    interleaving, where part i is on stage i modulo pp. Empty: as even as can be.
 
     Raises LayoutError when a size is not a positive whole number.
     """
@@ -43,6 +60,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    pp_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in self.sizes().items():
@@ -52,6 +70,22 @@ class Layout:
             raise LayoutError(f"sequence_parallel must be true or false, got {self.sequence_parallel!r}")
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("sequence_parallel cuts the sequence over tp: it needs tp > 1, got tp=1")
+        self._check_pp_layers()
+
+    def _check_pp_layers(self) -> None:
+        given = self.pp_layers
+        if not isinstance(given, list | tuple) or any(type(n) is not int or n < 1 for n in given):
+            raise LayoutError(f"pp_layers must be whole numbers of at least 1, got {given!r}")
+        object.__setattr__(self, "pp_layers", tuple(given))
+        if given and len(given) != self.pp * self.vpp:
+            raise LayoutError(
+                f"pp_layers {list(given)} are for {len(given)} parts of a pipeline, {self._parts} has "
+                f"{self.pp * self.vpp}"
+            )
+
+    @property
+    def _parts(self) -> str:
+        return f"pp={self.pp}" + (f" x vpp={self.vpp}" if self.vpp > 1 else "")
 
     @classmethod
     def fill(cls, pins: Mapping[str, object], world: int) -> Layout:
@@ -99,12 +133,39 @@ class Layout:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups of ranks that differ only along `axes`, each ascending, ordered by first rank."""
-        for axis in axes:
-            _known_axis(axis, Coords._fields)
-        inside = [i for i, name in enumerate(Coords._fields) if name in axes]
-        outside = [i for i in range(len(Coords._fields)) if i not in inside]
-        size = int(np.prod([self.grid.shape[i] for i in inside]))
-        return self.grid.transpose(outside + inside).reshape(-1, size).tolist()
+        return _groups(self.grid, Coords._fields, axes)
+
+    @property
+    def expert_grid(self) -> NDArray[np.int64]:
+        """Ranks as an array [pp, edp, ep, etp]. Raises LayoutError when ep x etp does not divide a stage."""
+        if reason := self._stage_fault():
+            raise LayoutError(reason)
+        return np.arange(self.world).reshape(self.pp, -1, self.ep, self.etp)
+
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """Position of `rank` in the experts' grid."""
+        if not 0 <= rank < self.world:
+            raise LayoutError(f"rank {rank} is outside this layout of {self.world} ranks ({self})")
+        return ExpertCoords(*(int(index) for index in np.unravel_index(rank, self.expert_grid.shape)))
+
+    def expert_groups(self, *axes: str) -> list[list[int]]:
+        """The same as `groups` for axes of the experts' grid."""
+        return _groups(self.expert_grid, ExpertCoords._fields, axes)
+
+    def rank(self, coords: Coords) -> int:
+        """The rank at a position of the grid."""
+        return int(self.grid[coords])
+
+    def stages(self, n_layers: int) -> list[list[range]]:
+        """Layers, counted from 0, of each part of each pipeline stage: [pp][vpp].
+
+        Raises LayoutError when `pp_layers` are of another number of layers.
+        """
+        counts = self.pp_layers or stage_layers(n_layers, self.pp * self.vpp)
+        if sum(counts) != n_layers:
+            raise LayoutError(f"pp_layers {list(counts)} are {sum(counts)} layers, the model has {n_layers}")
+        parts = [range(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
+        return [parts[stage :: self.pp] for stage in range(self.pp)]
 
     def replica(self, dp_rank: int) -> list[int]:
         """Ranks that together hold replica `dp_rank`, ascending."""
@@ -123,10 +184,9 @@ class Layout:
         """Raise LayoutError when the workers cannot run a model of this shape so, naming what would do."""
         if shape.not_runnable:
             raise LayoutError(shape.not_runnable)
-        for name in ("cp", "ep", "etp", "vpp"):
-            if getattr(self, name) > 1:
-                raise LayoutError(f"{name}={getattr(self, name)} is not supported yet: use {name}=1")
         self.check_cut(shape)
+        if shape.moe and (reason := self._experts_not_run()):
+            raise LayoutError(reason)
 
     def check_cut(self, shape: ModelShape) -> None:
         """Raise LayoutError when megatron-core could not cut a model of this shape so, run or not.
@@ -134,10 +194,12 @@ class Layout:
         This is what planning asks; `check` is what running asks.
         """
         if self.pp * self.vpp > shape.n_layers:
-            parts = f"pp={self.pp}" + (f" x vpp={self.vpp}" if self.vpp > 1 else "")
-            raise LayoutError(f"{parts} leaves stages without a layer: the model has {shape.n_layers} layers")
+            raise LayoutError(
+                f"{self._parts} leaves stages without a layer: the model has {shape.n_layers} layers"
+            )
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(f"vpp={self.vpp} interleaves pipeline stages: it needs pp > 1")
+        self.stages(shape.n_layers)
         if reason := self._experts_fault(shape.moe):
             raise LayoutError(reason)
         if reason := _tp_fault(self.tp, shape):
@@ -154,14 +216,38 @@ class Layout:
             return f"ep={self.ep} does not divide the {moe.n} experts"
         if moe.ffn % self.etp:
             return f"etp={self.etp} does not divide an expert's {moe.ffn} feed-forward columns"
+        return self._stage_fault()
+
+    def _stage_fault(self) -> str | None:
         stage = self.tp * self.cp * self.dp
         if stage % (self.ep * self.etp):
             return f"ep={self.ep} x etp={self.etp} does not divide the {stage} ranks of a pipeline stage"
         return None
 
+    def _experts_not_run(self) -> str | None:
+        """Why the workers do not run a mixture of experts so, or None."""
+        if self.etp not in (1, self.tp):
+            return f"etp={self.etp} is not supported: experts are whole, or cut over tp: 1 or tp={self.tp}"
+        if self.tp > 1 and not self.sequence_parallel:
+            return (
+                f"a mixture of experts with tp={self.tp} needs sequence_parallel: true "
+                "(each token is then routed by one tp rank)"
+            )
+        return None
+
     def __str__(self) -> str:
         cut = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
+        cut += [f"pp_layers={'+'.join(map(str, self.pp_layers))}"] * bool(self.pp_layers)
         return " ".join(cut + ["sequence_parallel"] * self.sequence_parallel) or "one rank"
+
+
+def _groups(grid: NDArray[np.int64], names: tuple[str, ...], axes: tuple[str, ...]) -> list[list[int]]:
+    for axis in axes:
+        _known_axis(axis, names)
+    inside = [i for i, name in enumerate(names) if name in axes]
+    outside = [i for i in range(len(names)) if i not in inside]
+    size = int(np.prod([grid.shape[i] for i in inside]))
+    return grid.transpose(outside + inside).reshape(-1, size).tolist()
 
 
 def _known_axis(name: str, known: tuple[str, ...]) -> None:
@@ -190,6 +276,8 @@ def _tp_fault(tp: int, shape: ModelShape) -> str | None:
         return f"neither divides the {shape.n_kv_heads} KV heads nor is a multiple of them"
     if shape.n_dense_layers and shape.ffn % tp:
         return f"does not divide the {shape.ffn} feed-forward columns"
+    if shape.moe and shape.moe.shared_ffn % tp:
+        return f"does not divide the {shape.moe.shared_ffn} columns of the shared experts"
     return None
 
 

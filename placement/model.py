@@ -7,9 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolemesh.placement.families import FAMILIES, read_config
-from rolemesh.placement.modules import Experts, LatentAttention, ModelError, check_sizes
+from rolemesh.placement.modules import Experts, LatentAttention, ModelError, Router, check_sizes
 
-__all__ = ["Experts", "LatentAttention", "ModelError", "ModelShape", "padded_vocab", "stage_layers"]
+__all__ = [
+    "Experts",
+    "LatentAttention",
+    "ModelError",
+    "ModelShape",
+    "Router",
+    "padded_vocab",
+    "stage_layers",
+]
 
 
 @dataclass(frozen=True)
@@ -113,10 +121,13 @@ class ModelShape:
                 f"{self.family} models can be planned for but not run yet: "
                 f"the workers build {', '.join(runnable)}"
             )
+        family = FAMILIES[self.family]
         other = {
-            "a mixture of experts": self.moe,
-            "latent attention": self.latent,
-            "sliding-window attention": self.window,
+            "a mixture of experts": self.moe and not family.moe,
+            "latent attention": self.latent and not family.latent,
+            "sliding-window attention": self.window and not family.windowed,
+            "biases of its output or feed-forward": self.out_bias or self.mlp_bias,
+            "biases of latent attention": self.latent and self.qkv_bias,
             "a feed-forward without gate": not self.gated,
             "learned positions": self.learned_positions,
             "norms with biases": self.norm_bias,

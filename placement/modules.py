@@ -1,8 +1,9 @@
-"""Parts of a model whose sizes are their own: experts, latent attention."""
+"""Parts of a model that have sizes of their own: routers, experts, latent attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 class ModelError(ValueError):
@@ -10,10 +11,30 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class Router:
+    """How a token's experts and their weights follow from the router's outputs, one number per expert.
+
+    Attributes:
+        score: what makes scores of the outputs.
+        bias: a correction is added to the scores where experts are chosen, not where they are weighed; it is
+            no parameter (a buffer, not trained).
+        n_groups: the experts form so many groups, of which only the `top_groups` best are chosen from; a
+            group is as good as the sum of its `group_best` best scores.
+        norm: the weights of the chosen experts add up to 1 (before they are multiplied by `scale`).
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    norm: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    n_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+
+@dataclass(frozen=True)
 class Experts:
     """The feed-forward of a mixture-of-experts layer: a router sends each token to `top_k` of `n` experts.
-
-    The router is a matrix; a correction bias that balances the load is no parameter (a buffer, not trained).
 
     Attributes:
         ffn: columns of one routed expert.
@@ -28,6 +49,7 @@ class Experts:
     shared_ffn: int = 0
     shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
+    router: Router = Router()
 
     def __post_init__(self) -> None:
         check_sizes(self, "n", "top_k", "ffn")
@@ -35,6 +57,8 @@ class Experts:
             raise ModelError(
                 f"top_k={self.top_k} of {self.n} experts: a token cannot take more than there are"
             )
+        if self.n % self.router.n_groups:
+            raise ModelError(f"{self.router.n_groups} groups do not divide the {self.n} experts")
 
 
 @dataclass(frozen=True)

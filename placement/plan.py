@@ -16,6 +16,7 @@ from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan_values import Prediction, RoleSettings, rounded, say_nodes
 from rolemesh.placement.pools import PlacementError, PoolSpec, fit_pools
+from rolemesh.placement.schedule import waits_for
 from rolemesh.placement.search.plans import Proof
 from rolemesh.placement.strategies import check_roles, cpus_per_process, explicit_pools, named_pools
 
@@ -127,15 +128,15 @@ class PlacementPlan:
                     pool=pool.name,
                 )
 
-    def check_order(self, graph: StepGraph) -> None:
+    def check_order(self, graph: StepGraph, staleness: int = 0) -> None:
         """Raise PlacementError unless a step of `graph` can run in the plan's order.
 
         Every pool that has an order lists just the operations on it, and no operation comes before one
-        that it waits for, directly or over other pools.
+        that it waits for, directly or over other pools. With `staleness` that is a period, see `schedule`.
         """
         pool_of = {role: pool.name for pool in self.pools for role in pool.roles}
         known = tuple(operation.name for operation in graph.operations)
-        waits = {name: set(before) for name, before in graph.dependencies().items()}
+        waits = {name: set(before) for name, before in waits_for(graph, staleness).items()}
         for pool, listed in self.order.items():
             _check_known(f"pool {pool!r}: order", "operation", listed, known)
             there = {op.name for op in graph.operations if pool in (pool_of.get(role) for role in op.roles)}
@@ -290,7 +291,8 @@ def make_plan(
         try:
             filled[role] = Layout.fill(layouts.get(role, {}), pool.world)
             if role in shapes:
-                (filled[role].check if runnable else filled[role].check_cut)(shapes[role])
+                ours = runnable and role != "rollout"  # an engine's layout is its own
+                (filled[role].check if ours else filled[role].check_cut)(shapes[role])
         except LayoutError as error:
             raise LayoutError(f"role {role!r} on pool {pool.name!r}: {error}") from None
     idle = {node: count for node, count in placement.free(cluster).items() if count}

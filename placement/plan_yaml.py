@@ -107,9 +107,9 @@ def _pool_keys(plan: PlacementPlan, pool: PoolSpec) -> dict[str, Any]:
     return keys
 
 
-def _layout_keys(layout: Layout) -> dict[str, int | bool]:
+def _layout_keys(layout: Layout) -> dict[str, int | bool | list[int]]:
     return {
-        name: value
+        name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(layout).items()
         if name in ("tp", "pp", "dp") or value != getattr(Layout(), name)
     }

@@ -4,10 +4,12 @@ A pool runs one operation at a time; a transfer occupies the pools of all its ro
 have no pool (a reward by function or HTTP) runs beside everything. Steps follow one another without overlap,
 so one step lasts as long as the longest chain of operations that wait for each other.
 
-With `staleness` 1 (one step off) generation works a step ahead: nobody waits for the generation of the own
-step, the others work on the batch that was generated during the step before. Generation still comes before
-the weights it uses are replaced. All operations of such a period end before the next begins, so the seconds
-of a period are those of a step in the long run.
+With `staleness` 1 (one step off) generation works a step ahead, and with it what takes its rows as they are
+made: nobody waits for them in the own step, the others work on the batch that was generated during the step
+before. Generation still comes before the weights it uses are replaced. All operations of such a period end
+before the next begins, so the seconds of a period are those of a step in the long run. More staleness evens
+out generation that takes longer in one step than in another; at expected lengths it gains nothing, and is
+scheduled as 1.
 
 The best order is found by branch and bound over pairs of operations that compete for a pool (the disjunctive
 graph of Balas, 1969; Carlier and Pinson, 1989): the start times that ignore the pools show the first clash,
@@ -65,13 +67,13 @@ def best_order(
 
 
 def waits_for(graph: StepGraph, staleness: int = 0) -> dict[str, frozenset[str]]:
-    """For each operation those it waits for in the same step; see the module on `staleness`."""
-    if staleness not in (0, 1):
-        raise ScheduleError(f"staleness is 0 or 1 steps, got {staleness!r}")
+    """For each operation those it waits for in the same period; see the module on `staleness`."""
+    if staleness < 0:
+        raise ScheduleError(f"staleness is a number of steps, 0 or more, got {staleness!r}")
     waits = graph.dependencies()
     if staleness == 0:
         return waits
-    ahead = {operation.name for operation in graph.operations if operation.kind == "generate"}
+    ahead = ahead_of(graph)
     kept = {}
     for operation in graph.operations:
         state_only = {
@@ -79,7 +81,21 @@ def waits_for(graph: StepGraph, staleness: int = 0) -> dict[str, frozenset[str]]
         }
         own = waits[operation.name] if operation.name in ahead else frozenset()  # a second generation
         kept[operation.name] = waits[operation.name] - ahead | state_only | own
+        if operation.takes != "batch" and operation.name in ahead:
+            kept[operation.name] = frozenset()
     return kept
+
+
+def ahead_of(graph: StepGraph) -> frozenset[str]:
+    """Operations that work ahead where there is staleness: generation, and what takes its rows as they are
+    made.
+    """
+    waits = graph.dependencies()
+    ahead = {operation.name for operation in graph.operations if operation.kind == "generate"}
+    rows = {operation.name for operation in graph.operations if operation.takes != "batch"}
+    while more := {name for name in rows - ahead if waits[name] and waits[name] <= ahead}:
+        ahead |= more
+    return frozenset(ahead)
 
 
 class Scheduler:

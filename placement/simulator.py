@@ -1,20 +1,22 @@
 """Plays the step graph on pools, event by event, for several steps: a timeline as a run writes it.
 
-Steps follow one another as in `schedule`: each begins when the one before has ended. With `staleness` 1,
-period k generates for step k while the other operations work on step k - 1; there is one period more than
-steps, whose first only generates (and fetches weights) and whose last does all but that.
+Steps follow one another as in `schedule`: each begins when the one before has ended. With `staleness`, what
+works ahead (see `ahead_of`) does so by a step. A first period generates for step 0; then each generates
+for the next `staleness` steps while the other operations work on as many steps before those, one after the
+other, and ends with a transfer of weights; the last one does only the rest. It is how `StepsInFlight` runs.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from rolemesh.placement.graph import Operation, StepGraph
-from rolemesh.placement.schedule import waits_for
+from rolemesh.placement.schedule import ahead_of
 from rolemesh.placement.timeline import Span, Timeline
 
 Sampler = Callable[[str, int, int], float]
@@ -36,7 +38,9 @@ class SimulatedPool:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the steps took. `period_s` has an entry per step (staleness 1: and one more)."""
+    """What the steps took. `period_s` has an entry per step, with staleness one for the first generation and
+    one per `staleness` steps.
+    """
 
     timeline: Timeline
     period_s: tuple[float, ...]
@@ -83,17 +87,43 @@ def simulate(
     spans: list[Span] = []
     busy_s = {pool.name: 0.0 for pool in pools}
     now, periods = 0.0, []
-    for period in range(steps + staleness):
-        step_of = player.steps_of(period, steps)
-        durations = {name: sampler(name, step, seed) for name, step in step_of.items()}
+    for nodes in player.periods(steps):
+        durations = {node: sampler(node.name, node.step, seed) for node in nodes}
         started, ended = player.play(durations)
-        for name in sorted(started, key=lambda name: (ended[name], player.names.index(name))):
-            spans += player.spans(name, now + started[name], now + ended[name], step_of[name])
-            for pool in player.pools_of[name]:
-                busy_s[pool] += durations[name]
+        for node in sorted(started, key=lambda node: (ended[node], player.rank(node))):
+            spans += player.spans(node.name, now + started[node], now + ended[node], node.step)
+            for pool in player.pools_of[node.name]:
+                busy_s[pool] += durations[node]
         periods.append(max(ended.values(), default=0.0))
         now += periods[-1]
     return Simulation(Timeline(spans), tuple(periods), busy_s)
+
+
+def simulate_period(
+    graph: StepGraph,
+    seconds: Mapping[str, float],
+    pools: Sequence[SimulatedPool],
+    *,
+    order: Mapping[str, Sequence[str]] | None = None,
+    staleness: int = 0,
+) -> Simulation:
+    """One step as it is in the long run: with staleness the generation for a step beside the rest of the one
+    before. Raises SimulationError.
+    """
+    lag = min(1, staleness)
+    played = simulate(graph, seconds, pools, order=order, steps=1 + lag, staleness=lag)
+    ahead = ahead_of(graph)
+    start_s = sum(played.period_s[:lag])
+    spans = [
+        replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
+        for span in played.timeline.spans
+        if span.args["step"] == (lag if span.name in ahead else 0)
+    ]
+    busy_s = {
+        pool.name: Timeline([replace(span, name="") for span in spans if span.pool == pool.name]).busy_s("")
+        for pool in pools
+    }
+    return Simulation(Timeline(spans), (played.period_s[lag],), busy_s)
 
 
 @dataclass(frozen=True)
@@ -133,6 +163,13 @@ def sample_range(
     )
 
 
+class _Node(NamedTuple):
+    """An operation of a step."""
+
+    step: int
+    name: str
+
+
 class _Player:
     def __init__(
         self,
@@ -142,8 +179,8 @@ class _Player:
         staleness: int,
         parts: int,
     ) -> None:
-        self.graph, self.parts = graph, parts
-        self.waits = waits_for(graph, staleness)
+        self.graph, self.parts, self.staleness = graph, parts, staleness
+        self.dependencies = graph.dependencies()
         self.names = [operation.name for operation in graph.operations]
         self.pool_of_role = {role: pool for pool in pools for role in pool.roles}
         self.pools_of = {
@@ -153,71 +190,115 @@ class _Player:
             for operation in graph.operations
         }
         self.order = order
-        self._ahead = {op.name for op in graph.operations if op.kind == "generate"} if staleness else set()
+        self.ahead = ahead_of(graph) if staleness else frozenset[str]()
         if order is not None:
             self._check(order)
 
-    def steps_of(self, period: int, steps: int) -> dict[str, int]:
-        """The operations of a period and the step that each is for."""
-        if not self._ahead:
-            return dict.fromkeys(self.names, period)
-        step_of = {name: period if name in self._ahead else period - 1 for name in self.names}
-        return {name: step for name, step in step_of.items() if 0 <= step < steps}
+    def rank(self, node: _Node) -> tuple[int, int]:
+        """Its place in program order; of two steps' same operation the earlier comes first."""
+        return self.names.index(node.name), node.step
 
-    def play(self, durations: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """When each operation starts and ends."""
-        queues = {
-            pool: [name for name in order if name in durations] for pool, order in (self.order or {}).items()
-        } or {pool: [] for pools in self.pools_of.values() for pool in pools}
-        waiting = {name: {other for other in self.waits[name] if other in durations} for name in durations}
-        started: dict[str, float] = {}
-        ended: dict[str, float] = {}
+    def periods(self, steps: int) -> Iterator[list[_Node]]:
+        """What runs in each period: the nodes of earlier steps first, each step's in program order."""
+        if not self.staleness:
+            yield from ([_Node(step, name) for name in self.names] for step in range(steps))
+            return
+        yield [_Node(0, name) for name in self.names if name in self.ahead] if steps else []
+        for first in range(0, steps, self.staleness):
+            last = first + self.staleness - 1
+            yield [
+                _Node(step, name)
+                for step in range(first, min(last + 2, steps))
+                for name in self.names
+                if (step > first if name in self.ahead else step <= last)
+                and (step == last or not self._hands_over(name))
+            ]
+
+    def _hands_over(self, name: str) -> bool:
+        """Whether an operation replaces what those read that work ahead."""
+        return any(self.graph[name].state_writes & self.graph[other].state_reads for other in self.ahead)
+
+    def _waits(self, node: _Node, nodes: Collection[_Node]) -> set[_Node]:
+        """Those of a period for which a node waits."""
+        operation, before = self.graph[node.name], self.dependencies[node.name]
+        waits = {_Node(node.step, name) for name in before}
+        if self.staleness and node.name not in self.ahead:
+            replaced = {name for name in before & self.ahead if not self.graph[name].writes & operation.reads}
+            waits |= {other for other in nodes if other.name in replaced}
+            waits |= {other for other in nodes if other.step < node.step and other.name not in self.ahead}
+        return waits.intersection(nodes)
+
+    def _listed(self, nodes: Collection[_Node]) -> dict[str, list[_Node]]:
+        """The nodes of a period by pool, in the order that is given; without one they are still to come."""
+        if self.order is None:
+            return {pool: [] for pools in self.pools_of.values() for pool in pools}
+        lag = min(1, self.staleness)
+        first = min((node.step for node in nodes), default=0)
+        places = range(first, max((node.step for node in nodes), default=0) + lag + 1)
+        return {
+            pool: [
+                node
+                for place in places
+                for name in listed
+                if (node := _Node(place if name in self.ahead else place - lag, name)) in nodes
+            ]
+            for pool, listed in self.order.items()
+        }
+
+    def play(self, durations: Mapping[_Node, float]) -> tuple[dict[_Node, float], dict[_Node, float]]:
+        """When each operation of a period starts and ends."""
+        queues = self._listed(durations.keys())
+        waits = {node: self._waits(node, durations.keys()) for node in durations}
+        waiting = {node: set(others) for node, others in waits.items()}
+        started: dict[_Node, float] = {}
+        ended: dict[_Node, float] = {}
         running: set[str] = set()  # pools
-        events: list[tuple[float, int, str]] = []
-        now, announced = 0.0, set()
+        events: list[tuple[float, tuple[int, int], _Node]] = []
+        now, announced = 0.0, set[_Node]()
         while True:
-            ready = [n for n in self.names if n in durations and n not in started and not waiting[n]]
-            for name in ready:
-                if self.order is None and name not in announced:
-                    announced.add(name)
-                    for pool in self.pools_of[name]:
-                        queues[pool].append(name)
-                if all(pool not in running and queues[pool][0] == name for pool in self.pools_of[name]):
-                    started[name], end_s = self._begun(name, now, started, ended, durations)
-                    running.update(self.pools_of[name])
-                    heapq.heappush(events, (end_s, self.names.index(name), name))
+            for node in [n for n in durations if n not in started and not waiting[n]]:
+                mine = self.pools_of[node.name]
+                if self.order is None and node not in announced:
+                    announced.add(node)
+                    for pool in mine:
+                        queues[pool].append(node)
+                if all(pool not in running and queues[pool][0] == node for pool in mine):
+                    started[node], end_s = self._begun(node, now, started, ended, durations, waits[node])
+                    running.update(mine)
+                    heapq.heappush(events, (end_s, self.rank(node), node))
             if not events:
                 break
-            now, _, name = heapq.heappop(events)
-            ended[name] = now
-            for pool in self.pools_of[name]:
+            now, _, node = heapq.heappop(events)
+            ended[node] = now
+            for pool in self.pools_of[node.name]:
                 running.remove(pool)
-                queues[pool].remove(name)
+                queues[pool].remove(node)
             for others in waiting.values():
-                others.discard(name)
-        if stuck := [name for name in durations if name not in ended]:
+                others.discard(node)
+        if stuck := [node.name for node in durations if node not in ended]:
             raise SimulationError(
                 f"the order on the pools lets none of {', '.join(stuck)} start: "
-                + "; ".join(f"{pool} next runs {queue[0]}" for pool, queue in queues.items() if queue)
+                + "; ".join(f"{pool} next runs {queue[0].name}" for pool, queue in queues.items() if queue)
             )
         return started, ended
 
     def _begun(
         self,
-        name: str,
+        node: _Node,
         now: float,
-        started: Mapping[str, float],
-        ended: Mapping[str, float],
-        durations: Mapping[str, float],
+        started: Mapping[_Node, float],
+        ended: Mapping[_Node, float],
+        durations: Mapping[_Node, float],
+        waits: set[_Node],
     ) -> tuple[float, float]:
         """Start and end of an operation that nothing holds back now; on no pool it may have begun before."""
-        sources = [other for other in self.waits[name] if self.graph[other].kind == "generate"]
-        if self.graph[name].takes == "batch" or self.pools_of[name] or not sources:
-            return now, now + durations[name]
+        sources = [other for other in waits if self.graph[other.name].kind == "generate"]
+        if self.graph[node.name].takes == "batch" or self.pools_of[node.name] or not sources:
+            return now, now + durations[node]
         (source,) = sources
         first_s = started[source] + durations[source] / self.parts
-        start_s = max([first_s, *(ended[other] for other in self.waits[name] if other != source)])
-        return start_s, max(start_s + durations[name], ended[source] + durations[name] / self.parts)
+        start_s = max([first_s, *(ended[other] for other in waits if other != source)])
+        return start_s, max(start_s + durations[node], ended[source] + durations[node] / self.parts)
 
     def spans(self, name: str, start_s: float, end_s: float, step: int) -> list[Span]:
         """A span per rank, as the controller records them; a transfer's source ranks too."""

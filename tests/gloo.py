@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120, device: str = "cpu"
+) -> list[Any]:
     """Call `fn(rank, world, *args)` in `world` processes of one gloo world and return their results by rank.
 
     The processes are forked, so whatever the test has imported is there and `fn` may be any function; tensors
     in the results come back by value. RuntimeError holds the traceback of the rank that failed first, or,
-    after `timeout` seconds, the stacks of the ranks that still run.
+    after `timeout` seconds, the stacks of the ranks that still run. With `device` "cuda" each rank has a GPU
+    and NCCL too; the test's own process must not have touched CUDA.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(fn, rank, world, args, folder, timeout))
+            context.Process(target=_rank_main, args=(fn, rank, world, args, folder, timeout, device))
             for rank in range(world)
         ]
         for process in ranks:
@@ -68,15 +71,23 @@ def _stacks(ranks: list[multiprocessing.Process], folder: Path) -> str:
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: str, timeout: float
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple[Any, ...],
+    folder: str,
+    timeout: float,
+    device: str,
 ) -> None:
     with open(f"{folder}/{rank}.stack", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack)
         torch.set_num_threads(1)  # a forked process has lost the parent's OpenMP threads
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
+            if device == "cuda":
+                torch.cuda.set_device(rank)
             dist.init_process_group(
-                "gloo",
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world,

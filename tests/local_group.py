@@ -65,10 +65,8 @@ def _taken(value: Any, rows: Any) -> Any:
 def _given(value: Any) -> Any:
     if isinstance(value, DataProto):
         return put(value)
-    if not isinstance(value, Iterator):
-        return [value]
-    items = list(value)
-    if not isinstance(items[0], Part):
-        return items
-    order = np.argsort([row for part in items for row in part.rows])
-    return put(DataProto.concat([part.data for part in items]).select_idxs(order))
+    values = list(value) if isinstance(value, Iterator) else [value]
+    if not isinstance(values[0], Part):
+        return values
+    rows = [row for part in values for row in part.rows]
+    return put(DataProto.concat([part.data for part in values]).select_idxs(np.argsort(rows)))

@@ -1,13 +1,16 @@
 """A parallel model on a test's batch: `from parallel_runs import ...`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hf_reference import Batch, weights
 from torch import Tensor
 
 from rolemesh.kernels import linear_log_prob_and_entropy
+from rolemesh.parallel.checkpoint import ShardSave
 from rolemesh.parallel.groups import make_groups
 from rolemesh.parallel.micro_batches import MicroBatch, balanced, micro_batches, response_index, unpack
 from rolemesh.parallel.model import ParallelModel, TrainResult
@@ -30,13 +33,12 @@ def cut(model: ParallelModel, batch: Batch, rows: list[int], **limit: int) -> li
     """Micro-batches of some rows, with the batch's weights as a column."""
     columns = {"weights": weights(batch)[rows]}
     of_rows = batch.take(rows)
-    return micro_batches(
-        of_rows.input_ids, of_rows.attention_mask, columns, multiple=model.width_multiple, **limit
-    )
+    parts = micro_batches(of_rows.input_ids, of_rows.attention_mask, columns, padding=model.padding, **limit)
+    return [part.to(model.device) for part in parts]
 
 
 def logits(model: ParallelModel, hidden: Tensor) -> Tensor:
-    """What the last stage's output [m, L, h] means: this rank's part of the logits [m, L, v / tp]."""
+    """What the last stage's output [1, T, h] means: this rank's part of the logits [1, T, v / tp]."""
     return hidden @ model.output_weight.T
 
 
@@ -44,15 +46,18 @@ def response_log_probs(model: ParallelModel, batch: Batch) -> Callable[[Tensor, 
     """Function of (hidden states, micro-batch) that gives log-probabilities [m, R] of response tokens."""
 
     def compute(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        index = response_index(micro_batch.attention_mask, batch.response_width)
-        log_prob, _ = linear_log_prob_and_entropy(
-            index.gather(hidden),
-            model.output_weight,
-            index.labels(micro_batch.tokens),
-            group=model.groups.tp,
-            vocab_size=model.shape.vocab,
-        )
-        return index.scatter(log_prob)
+        index = response_index(micro_batch, batch.response_width)
+
+        def score(hidden: Tensor, position: Tensor) -> tuple[Tensor | None, ...]:
+            return linear_log_prob_and_entropy(
+                hidden,
+                model.output_weight,
+                micro_batch.tokens[0, position + 1],
+                group=model.groups.tp,
+                vocab_size=model.shape.vocab,
+            )
+
+        return index.scatter(model.at(hidden, micro_batch, index.previous, score)[0])
 
     return compute
 
@@ -87,4 +92,20 @@ def total_loss(result: TrainResult) -> float | None:
 
 def exported(model: ParallelModel) -> dict[str, Tensor]:
     """Whole tensors by Hugging Face name, on the ranks that give them out."""
-    return dict(export_hf(model.module, model.shape, model.layout, model.groups, head=model.head))
+    named = dict(model.named_parameters())
+    return dict(export_hf(named, model.shape, model.layout, model.groups, head=model.head))
+
+
+def save(model: ParallelModel, folder: Path) -> None:
+    """A whole save, as the driver of a run leads it."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    saving = ShardSave(model, folder)
+    saving._thread.join(60)
+    assert saving.progress().done, saving.progress().error
+    results = [None] * dist.get_world_size()
+    dist.all_gather_object(results, saving.progress().results)
+    if dist.get_rank() == 0:
+        saving.finish(results)
+    dist.barrier()

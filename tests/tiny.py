@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -16,12 +17,59 @@ from transformers import (
     Qwen3Config,
 )
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
 CONFIGS: dict[Family, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
+"""Families that differ in little: what is tested of one kind of layer is tested of these."""
+
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.6,
+}
+OWN_SETTINGS: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "deepseek_v2": {
+        **_EXPERTS,
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **_EXPERTS,
+        **_LATENT,
+        "q_lora_rank": 28,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_parameters": _YARN,
+    },
+}
+"""What further families have of their own: attention with a window, experts, latent attention."""
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0, 1, 2, 3
 
 
@@ -73,9 +121,9 @@ def tiny_config(
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         sizes["head_dim"] = 2 * hidden // heads
-    return CONFIGS[family](**sizes)
+    return AutoConfig.for_model(family, **sizes | OWN_SETTINGS.get(family, {}))
 
 
 def tiny_model(
@@ -92,6 +140,9 @@ def tiny_model(
         noise = torch.randn(parameter.shape, generator=generator)
         is_norm = parameter.ndim == 1 and name.endswith("weight")
         parameter.data.copy_(1 + 0.1 * noise if is_norm else 0.1 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -22,7 +22,9 @@ from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.parallel.durable_files import FileRecord, read_record, sync_files, write_file
 from rolemesh.parallel.weights.save import COPIED
 
-STATE, RANDOM, PLAN, HF = "trainer.json", "random.pt", "plan.yaml", "hf"
+STATE, RANDOM, PLAN, HF, AHEAD = "trainer.json", "random.pt", "plan.yaml", "hf", "ahead.pt"
+Ahead = Mapping[int, Mapping[str, torch.Tensor]]
+"""By step the samples that were generated before the steps in front of it were trained."""
 _POLL_S = 0.2
 _FAILED_IN_A_ROW = 3
 
@@ -67,7 +69,13 @@ class Checkpoints:
     _save: _Save | None = None
     _failed: int = 0
 
-    def save(self, step: int, state: Mapping[str, Any], score: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        score: float | None = None,
+        ahead: Ahead = {},  # noqa: B006  # only read
+    ) -> None:
         """Begin to save; the workers' state is copied when this returns, the files come later.
 
         `state` (JSON) is the trainer's own. Waits for the save before, if that still writes. Raises
@@ -86,7 +94,7 @@ class Checkpoints:
         content = {"step": step, "trainer": dict(state), "roles": self._roles()}
         save.thread = threading.Thread(
             target=self._complete,
-            args=(save, content, states, score),
+            args=(save, content, states, score, ahead),
             name=f"save of step {step}",
             daemon=True,
         )
@@ -136,9 +144,11 @@ class Checkpoints:
         every: int,
         last: bool,
         stop: bool,
+        ahead: Callable[[], Ahead] = dict,
     ) -> float | None:
         """Save `step`, which is done, where that is due: each `every` steps (0: never) and after the last,
-        again after a failure, and before a `stop`. Where the run ends, wait for the files.
+        again after a failure, and before a `stop`. Where the run ends, wait for the files. `ahead` is asked
+        for where there is a save.
 
         Returns the seconds that training waited for a save, None where there was none. Raises CheckpointError
         for a save that failed at the end, or again and again.
@@ -147,14 +157,15 @@ class Checkpoints:
         failed = self.poll()
         due = failed or stop or (every > 0 and (last or step % every == 0))
         if due:
-            self.save(step, state, score)
+            self.save(step, state, score, ahead())
         seconds = time.perf_counter() - start if due else None
         if (last or stop) and self.settle():
             raise CheckpointError(f"the last checkpoint, of step {step}, was not saved")
         return seconds
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Bring the workers to the state in the checkpoint `path`, which is verified; returns the trainer's.
+        """Bring the workers to the state in the checkpoint `path`, which is verified; returns the trainer's,
+        and as `ahead` the samples that were there already, if any.
 
         Raises CheckpointError where it lacks a role that this run trains.
         """
@@ -172,7 +183,10 @@ class Checkpoints:
                 group.set_random_state(states[role])
             else:
                 self.tell(f"{role}: other ranks than in {path.name}, whose random states are left out")
-        return {"step": content["step"], **content["trainer"]}
+        state = {"step": content["step"], **content["trainer"]}
+        if (path / AHEAD).exists():
+            state["ahead"] = torch.load(path / AHEAD, weights_only=True)
+        return state
 
     def _copy_shards(self, partial: Path) -> None:
         for role in self.trained:
@@ -192,11 +206,13 @@ class Checkpoints:
             for role, spec in self.trained.items()
         }
 
-    def _complete(self, save: _Save, content: Mapping[str, Any], states: Any, score: float | None) -> None:
+    def _complete(
+        self, save: _Save, content: Mapping[str, Any], states: Any, score: float | None, ahead: Ahead
+    ) -> None:
         """On the save's own thread: wait for the ranks' files, write the rest, make it a checkpoint."""
         try:
             files = self._shard_files(save)
-            files |= self._own_files(save.partial, content, states)
+            files |= self._own_files(save.partial, content, states, ahead)
             save.path = self.store.commit(save.partial, Manifest(save.step, self.store.run_id, score, files))
         except BaseException as error:
             self._cancel()
@@ -228,15 +244,17 @@ class Checkpoints:
                 files |= {f"{role}/{name}": record for name, record in written.items()}
         return files
 
-    def _own_files(self, partial: Path, content: Mapping[str, Any], states: Any) -> dict[str, FileRecord]:
-        random_states = io.BytesIO()
-        torch.save(states, random_states)
+    def _own_files(
+        self, partial: Path, content: Mapping[str, Any], states: Any, ahead: Ahead
+    ) -> dict[str, FileRecord]:
         files = {
             STATE: write_file(partial / STATE, (json.dumps(content, indent=1) + "\n").encode()),
-            RANDOM: write_file(partial / RANDOM, random_states.getvalue()),
+            RANDOM: write_file(partial / RANDOM, _saved(states)),
             PLAN: write_file(partial / PLAN, self.plan.encode()),
             RUN_ID: read_record(partial / RUN_ID),
         }
+        if ahead:
+            files[AHEAD] = write_file(partial / AHEAD, _saved(ahead))
         for role, spec in self.trained.items():
             folder = partial / HF / role
             folder.mkdir(parents=True)
@@ -253,6 +271,12 @@ class Checkpoints:
                 self.groups[role].ask("cancel_save", timeout_s=self.timeout_s)
             except RuntimeError as error:
                 self.tell(f"warning: {error}")
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class PartHead:
 class Reply:
     """The end of a stream: the value (its blocks by their place in the stream) or what was raised.
 
-    `kernels` are the forms that ran, as `record_kernels` writes them, in order of their names.
+    `kernels` are the forms that ran, as `record_kernels` writes them, in order of their names; `notes` what
+    the worker noted.
     """
 
     value: Any
@@ -118,6 +119,7 @@ class Reply:
     kernels: tuple[str, ...] = ()
     remote_traceback: str | None = None
     error: BaseException | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class Host:
         self._operation: tuple[str, float] | None = None
         self._compute_thread = 0
         self._nbytes_fetched = 0
+        self._notes: dict[str, Any] = {}
+        self._shared: dict[str, Any] = {}
         _isolate(place)
 
     def info(self) -> HostInfo:
@@ -181,6 +185,7 @@ class Host:
         self._operation = (f"{request.role}.{request.method}", time.monotonic())
         self._compute_thread = threading.get_ident()
         self._nbytes_fetched = 0
+        self._notes.clear()
         try:
             with record_kernels() as kernels:
                 made = self._parts if request.parts else self._blocks
@@ -197,6 +202,7 @@ class Host:
                 error=_sendable(error),
             )
         self._operation = None
+        reply.notes.update(self._notes)
         yield reply
 
     def state(self) -> HostState:
@@ -251,6 +257,8 @@ class Host:
             layout=spec.layout,
             collective_timeout_s=place.collective_timeout_s,
             fetch=self._fetch,
+            notes=self._notes,
+            shared=self._shared,
         )
         worker.__init__(*spec.args, **spec.kwargs)  # type: ignore[misc]
         return worker

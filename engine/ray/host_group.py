@@ -38,7 +38,10 @@ class Seat:
 
 
 class HostGroup:
-    """Handles on the processes. Once `broken` is set they are killed and every call raises."""
+    """Handles on the processes. Once `broken` is set they are killed and every call raises.
+
+    `store` is where rank 0 keeps the rendezvous store of their world, once they are connected.
+    """
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(Host)  # type: ignore[call-overload]
@@ -46,6 +49,7 @@ class HostGroup:
         self._hosts = [actor.options(max_restarts=0, **seat.options).remote(seat.place) for seat in seats]
         self._infos: list[HostInfo | None] = [None] * len(seats)
         self.broken: BaseException | None = None
+        self.store: tuple[str, int] | None = None
 
     def connect(self, timeout_s: float) -> None:
         """Wait for the processes and their common world; any failure names the rank and breaks the group.
@@ -163,6 +167,7 @@ class HostGroup:
         self._infos = self._on_all("start", [host.info.remote() for host in self._hosts], deadline, limit_s)
         opened = [self._hosts[0].open_store.options(concurrency_group="compute").remote()]
         [(address, port)] = self._on_all("rendezvous", opened, deadline, limit_s)
+        self.store = (address, port)
         joins = [
             host.connect.options(concurrency_group="compute").remote(address, port) for host in self._hosts
         ]

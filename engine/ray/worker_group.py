@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ from rolemesh.engine.ray.host import Reply, Request, WorkerSpec
 from rolemesh.engine.ray.host_group import HostGroup
 from rolemesh.engine.ray.pools import ResourcePool
 from rolemesh.engine.ray.queue import Call
+from rolemesh.engine.ray.transfer import Offer, take
 from rolemesh.engine.worker import Worker
+from rolemesh.parallel.weights.transfer_link import Meeting
 from rolemesh.placement.layout import Layout, LayoutError
 
 CALL_TIMEOUT_S = 1800.0
@@ -80,6 +83,8 @@ class RayWorkerGroup:
                 f"{resource_pool.name!r} has {resource_pool.world_size} processes"
             )
         self._own_process_of = self.role if own_process else None
+        self.meetings: dict[str, tuple[HostGroup, HostGroup, Meeting]] = {}  # by the pair of roles
+        self.meetings_lock = threading.Lock()
         resource_pool.add_role(self.role, self.layout.dp)
         spec = WorkerSpec(cls, ray_cls_with_init.args, ray_cls_with_init.kwargs, self.layout)
         self._submit("__init__", [], functools.partial(self._create, spec), timeout_s).get()
@@ -137,6 +142,15 @@ class RayWorkerGroup:
         **kwargs: Any,
     ) -> Any:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        if registration.transfer == "gives":
+            if blocking:
+                raise DispatchError(f"{self.role}.{method} ends when someone takes: do not wait for it")
+            return Offer(self, method, registration, kwargs, limit_s)
+        if args and isinstance(args[0], Offer):
+            if registration.transfer != "takes":
+                return self._call(method, registration, args[0].stored(), blocking=blocking, **kwargs)
+            future = take(self, method, registration, args[0], kwargs, limit_s)
+            return future.get() if (registration.blocking if blocking is None else blocking) else future
         feed = PartFeed() if registration.parts else None
         run = functools.partial(self._run, method, registration, args, kwargs, rows, limit_s, feed)
         inputs = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, DataProtoFuture)]
@@ -203,7 +217,9 @@ class RayWorkerGroup:
         return Outcome(collect(registration, self, shares, values), _spans(replies))
 
     def _joined(self, parts: list[PartRef], shares: Shares, rank: int) -> Any:
-        """A rank's result from its parts."""
+        """A rank's result from its parts; of a rank whose result does not count, None."""
+        if rank != self.layout.collect_rank(self.layout.coords(rank).dp):
+            return None
         n_made = sum(len(part.rows) for part in parts)
         rows = shares.rows
         return join_parts(parts, n_made if rows is None else len(rows[self.layout.coords(rank).dp]))
@@ -247,5 +263,6 @@ def _resolved(value: Any, store: Any) -> Any:
 
 def _spans(replies: list[Reply]) -> tuple[RankSpan, ...]:
     return tuple(
-        RankSpan(rank, r.start_s, r.end_s, r.nbytes_fetched, r.kernels) for rank, r in enumerate(replies)
+        RankSpan(rank, r.start_s, r.end_s, r.nbytes_fetched, r.kernels, r.notes)
+        for rank, r in enumerate(replies)
     )

@@ -1,5 +1,6 @@
 """The built-in rollout engine: transformers' `generate` on a full copy of the model in one process."""
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from transformers.initialization import no_init_weights
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout.sampling import RolloutError, RowSampler, SamplingOptions, row_uniforms
+from rolemesh.engine.rollout.stored_names import stored_views
+from rolemesh.placement.model import ModelShape
 
 
 class HFRollout:
@@ -44,20 +47,46 @@ class HFRollout:
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         model.tie_weights()  # left out with the initialisation
+        self.shape = ModelShape.from_config(json.loads((Path(path) / "config.json").read_text()))
+        self.dtype: torch.dtype = getattr(torch, dtype)
         # Penalties and limits of the checkpoint's own generation settings would bend the policy unseen.
         model.generation_config = GenerationConfig()
         self.model: PreTrainedModel = model.requires_grad_(False).eval()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = buffer.data.float()  # as from_pretrained keeps it: it chooses experts
+        self._stored = stored_views(model.state_dict(), self.shape.family)
         self.has_weights = False
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where the model has the tensor of that Hugging Face name, to be written in place.
+
+        Raises RolloutError: the model has none.
+        """
+        if (place := self._targets().get(name)) is None:
+            raise RolloutError(f"the rollout model has no parameter {name!r}")
+        return place
+
+    def _targets(self) -> dict[str, Tensor]:
+        """By the names in checkpoints; both names of a tied matrix are there, over the same memory."""
+        return self._stored
+
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        """Routers' correction biases: what a state dict has besides parameters."""
+        stored = self.model.state_dict()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in stored}
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy `(Hugging Face name, tensor)` pairs into the model in place, cast to its type.
+        """Copy `(Hugging Face name, tensor)` pairs into the model in place, cast to its type; what lies there
+        already, at `place`, is only noted. While they come, and after a failure, the model has no weights.
 
         Raises:
             RolloutError: a name or shape the model does not have, or parameters that no pair covered.
         """
-        targets = self.model.state_dict()  # has both names of a tied matrix, over the same memory
-        missing = {name for name, _ in self.model.named_parameters()}
+        targets, self.has_weights = self._targets(), False
+        held = {**dict(self.model.named_parameters()), **self._persistent_buffers()}
+        missing = set(stored_views(held, self.shape.family))
         for name, tensor in weights:
             if name not in targets:
                 raise RolloutError(f"the rollout model has no parameter {name!r}")
@@ -65,7 +94,8 @@ class HFRollout:
                 raise RolloutError(
                     f"{name}: got {list(tensor.shape)}, the model has {list(targets[name].shape)}"
                 )
-            targets[name].copy_(tensor)
+            if tensor.data_ptr() != targets[name].data_ptr():
+                targets[name].copy_(tensor)
             missing.discard(name)
         if missing:
             raise RolloutError(f"{len(missing)} parameters got no weights: {', '.join(sorted(missing)[:5])}")

@@ -48,9 +48,17 @@ def row_uniforms(seed: int, row_ids: Tensor, n: int) -> Tensor:
     """`n` uniform numbers in [0, 1) per row, [b, n] float64, from `seed` and the row's own id [b] alone."""
     uniforms = torch.empty(len(row_ids), n, dtype=torch.float64)
     for row, row_id in enumerate(row_ids.tolist()):
-        generator = torch.Generator().manual_seed(_mix(_mix(seed) ^ row_id))
+        generator = torch.Generator().manual_seed(row_seed(seed, row_id))
         uniforms[row] = torch.rand(n, generator=generator, dtype=torch.float64)
     return uniforms
+
+
+def row_seed(seed: int, row_id: int, n_done: int = 0) -> int:
+    """The 63-bit seed of a row's random numbers; of those after its first `n_done` tokens, where a response
+    is continued.
+    """
+    mixed = _mix(_mix(seed) ^ row_id)
+    return _mix(mixed ^ n_done) if n_done else mixed
 
 
 def _mix(x: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,9 +14,13 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.workers.advantage import AdvantageWorker, without_truncated
 from rolemesh.engine.workers.megatron import MegatronWorker, RoleSpec
 from rolemesh.engine.workers.metrics import combine_steps
+from rolemesh.engine.workers.weights import give, gives_weights
 from rolemesh.kernels import aggregate, kl, loss_denominators
 from rolemesh.parallel.micro_batches import MicroBatch
 from rolemesh.parallel.weights import export_hf
+from rolemesh.parallel.weights.plan import canonical_name
+from rolemesh.parallel.weights.transfer_link import Meeting
+from rolemesh.parallel.weights.transfer_sides import MegatronSide
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,18 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
             return {"old_log_probs": self.log_probs(hidden, micro_batch, entropy=False)[0]}
 
         return self.infer(data, score)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
+        """Column `ref_log_prob`, fp32 `[b, R]`: under the weights that LoRA started from."""
+
+        def score(hidden: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+            return {"ref_log_prob": self.log_probs(hidden, micro_batch, entropy=False)[0]}
+
+        if self.spec.lora is None:
+            raise RuntimeError("an actor without LoRA is no reference: its first weights are gone")
+        with self.model.adapters_off():
+            return self.infer(data, score)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto, sizes: Sequence[Sequence[int]] | None = None) -> dict[str, float]:
@@ -112,10 +129,21 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
 
         return compute
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one at a time; no rank holds more than one gathered
-        tensor.
-        """
+    @gives_weights
+    def export_weights(self, meeting: Meeting) -> None:
+        """Give the weights, under their Hugging Face names, to the ranks that take them: to each its part."""
         model = self.model
-        yield from export_hf(model.module, model.shape, model.layout, model.groups)
+        side = MegatronSide(model.shape, model.layout, model.dtype, model.head)
+        give(self, meeting, side, self._lend_weights)
+
+    @contextmanager
+    def _lend_weights(self) -> Iterator[Mapping[str, Tensor]]:
+        with self.model.use("weights"):
+            yield {canonical_name(name): tensor.detach() for name, tensor in self.model.weights().items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, whole, one at a time, through the object store."""
+        model = self.model
+        with model.use("weights"):
+            yield from export_hf(model.weights(), model.shape, model.layout, model.groups)

@@ -62,6 +62,7 @@ class AdvantageWorker(Worker):
         spec: AdvantageSpec,
         kl_coef: float = 0.0,
         dropped: Collection[Hashable] = (),
+        version: int | None = None,
     ) -> DataProto:
         """Columns `token_level_scores`, `token_level_rewards`, `advantages`, `returns`, fp32 `[b, R]`.
 
@@ -69,19 +70,22 @@ class AdvantageWorker(Worker):
         result's `meta_info["metrics"]` describes the whole batch in verl's names and is equal on every rank.
         Rows whose `uid` is among `dropped`, and those that `spec.end_ids` leaves out, count in none of them,
         and are 0 in the columns. Advantages are those of the estimator times the weights of
-        `spec.correction`.
+        `spec.correction`. `version` of the actor's weights: the metrics tell how much older those are that
+        made the tokens.
         """
         if not dropped:
-            return self._advantage(data, spec, kl_coef)
+            return self._advantage(data, spec, kl_coef, version)
         kept = np.array([uid not in dropped for uid in data.non_tensor_batch["uid"]], dtype=bool)
-        result = self._advantage(data.select_idxs(np.flatnonzero(kept)), spec, kl_coef)
+        result = self._advantage(data.select_idxs(np.flatnonzero(kept)), spec, kl_coef, version)
         columns = {}
         for name, column in result.batch.items():
             columns[name] = column.new_zeros((len(kept), column.shape[1]))
             columns[name][torch.from_numpy(kept)] = column
         return DataProto.from_dict(tensors=columns, meta_info=result.meta_info)
 
-    def _advantage(self, data: DataProto, spec: AdvantageSpec, kl_coef: float) -> DataProto:
+    def _advantage(
+        self, data: DataProto, spec: AdvantageSpec, kl_coef: float, version: int | None
+    ) -> DataProto:
         load_algorithm_file(spec.file)
         group = self.model.groups.dp
         counts = ~_left_out(data, spec.end_ids)
@@ -96,7 +100,7 @@ class AdvantageWorker(Worker):
             "advantages": result.advantages,
             "returns": result.returns,
         }
-        metrics |= batch_metrics(data, columns, counts, group) | result.metrics
+        metrics |= batch_metrics(data, columns, counts, group, version) | result.metrics
         if "critic/score/mean" not in metrics:  # of no rows there is no KL
             metrics = {name: value for name, value in metrics.items() if "reward_kl_penalty" not in name}
         if not metrics["training/response_tokens"]:
@@ -183,13 +187,18 @@ def _response_attention(data: DataProto) -> Tensor:
 
 
 def batch_metrics(
-    data: DataProto, columns: dict[str, Tensor], counts: Tensor, group: torch.distributed.ProcessGroup
+    data: DataProto,
+    columns: dict[str, Tensor],
+    counts: Tensor,
+    group: torch.distributed.ProcessGroup,
+    version: int | None = None,
 ) -> dict[str, float]:
     """verl's data metrics over the whole batch: scores, rewards, advantages, returns, values, lengths.
 
     Sequence quantities are over samples, token quantities over response tokens. Samples that do not count
     (`counts` [b] False) are in the lengths only, and in `response_length/excluded_rows`.
     `critic/vf_explained_var` is 1 - Var(returns - values) / Var(returns), as verl has it.
+    `training/staleness` is how many updates older than `version` the weights are that made each token.
     """
     mask = data.batch["response_mask"].bool()
     attention = data.batch["attention_mask"]
@@ -210,6 +219,8 @@ def batch_metrics(
     if "rollout_log_probs" in data.batch and "old_log_probs" in data.batch:
         gap = data.batch["rollout_log_probs"].exp() - data.batch["old_log_probs"].exp()
         series["training/rollout_probs_diff"] = gap[mask].abs()
+    if version is not None and "weight_versions" in data.batch:
+        series["training/staleness"] = version - data.batch["weight_versions"][mask]
     totals = {"training/response_tokens": float(mask.sum())}
     if not counts.all():
         totals["response_length/excluded_rows"] = float((~counts).sum())

@@ -14,7 +14,7 @@ from rolemesh.engine.workers.advantage import AdvantageWorker, without_truncated
 from rolemesh.engine.workers.megatron import MegatronWorker, RoleSpec
 from rolemesh.engine.workers.metrics import combine_steps
 from rolemesh.kernels import loss_denominators, value_loss
-from rolemesh.parallel.micro_batches import MicroBatch, response_index
+from rolemesh.parallel.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CriticWorker(AdvantageWorker, MegatronWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto | None:
         """Column `values`, fp32 `[b, R]`: the value of the state before each response token, 0 outside."""
-        return self.infer(data, lambda output, micro_batch: {"values": response_values(output, micro_batch)})
+        return self.infer(data, lambda output, part: {"values": self.response_values(output, part)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(
@@ -70,7 +70,7 @@ class CriticWorker(AdvantageWorker, MegatronWorker):
         def compute(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             c = micro_batch.columns
             loss, stats = value_loss(
-                response_values(output, micro_batch),
+                self.response_values(output, micro_batch),
                 c["returns"],
                 c["values"],
                 c["response_mask"],
@@ -81,9 +81,3 @@ class CriticWorker(AdvantageWorker, MegatronWorker):
             return loss, {"vf_loss": loss.detach(), **stats}
 
         return compute
-
-
-def response_values(output: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Values `[m, L]` at the token before each response token, as fp32 `[m, R]`, 0 outside the response."""
-    index = response_index(micro_batch.attention_mask, micro_batch.columns["responses"].shape[1])
-    return index.scatter(index.gather(output).float())

@@ -15,7 +15,9 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.remote.fingerprint import checkpoint_revision
 from rolemesh.engine.workers.checkpointed import CheckpointedWorker
 from rolemesh.kernels import linear_log_prob_and_entropy, raise_bad_labels
+from rolemesh.parallel.config import Recompute
 from rolemesh.parallel.groups import make_groups
+from rolemesh.parallel.lora import LoraConfig
 from rolemesh.parallel.micro_batches import MicroBatch, micro_batches, response_index, unpack
 from rolemesh.parallel.model import ParallelModel, TrainResult
 from rolemesh.parallel.optim import OptimConfig
@@ -26,8 +28,8 @@ from rolemesh.parallel.weights import save_hf
 class RoleSpec:
     """What one Megatron role loads and how it runs.
 
-    `optim` is None for a role that only scores. `micro_batch_tokens` bounds rows x longest row of one
-    forward pass.
+    `optim` is None for a role that only scores. `micro_batch_tokens` bounds the tokens of one forward pass;
+    a longer row goes alone. With `offload` weights and optimizer wait in host memory between operations.
     """
 
     path: str
@@ -36,7 +38,10 @@ class RoleSpec:
     optim: OptimConfig | None = None
     micro_batch_tokens: int = 16384
     new_head: bool = False
-    recompute: bool = False
+    recompute: Recompute = "none"
+    offload: bool = False
+    lora: LoraConfig | None = None
+    router_loss: float = 0.0
     temperature: float = 1.0
 
 
@@ -61,6 +66,9 @@ class MegatronWorker(CheckpointedWorker):
             optim=self.spec.optim,
             new_head=self.spec.new_head,
             recompute=self.spec.recompute,
+            offload=self.spec.offload,
+            lora=self.spec.lora,
+            router_loss=self.spec.router_loss,
         )
         return sum(parameter.numel() for _, parameter in self.model.named_parameters())
 
@@ -70,9 +78,12 @@ class MegatronWorker(CheckpointedWorker):
         shards.
         """
         model = self.model
-        save_hf(
-            model.module, model.shape, model.layout, model.groups, self.spec.path, out_dir, head=model.head
-        )
+        with model.use("weights"):
+            save_hf(
+                model.weights(),
+                *(model.shape, model.layout, model.groups, self.spec.path, out_dir),
+                head=model.head,
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint(self) -> str:
@@ -86,7 +97,7 @@ class MegatronWorker(CheckpointedWorker):
             data.batch["attention_mask"],
             {name: data.batch[name] for name in ("responses", *columns)},
             budget_tokens=self.spec.micro_batch_tokens,
-            multiple=self.model.width_multiple,
+            padding=self.model.padding,
         )
         return [part.to(self.device) for part in parts]
 
@@ -127,13 +138,14 @@ class MegatronWorker(CheckpointedWorker):
                 f"the shard has {len(data)} rows, the mini-batch sizes {list(mine)} need {sum(mine)}"
             )
         results = []
-        for _ in range(epochs):
-            start = 0
-            for size in mine:
-                mini_batch = data.slice(start, start + size)
-                start += size
-                results.append(self.model.train(self.cut(mini_batch, columns), make_loss(mini_batch)))
-                raise_bad_labels(self.device)  # on a GPU: its log-probability was NaN, so no weight moved
+        with self.model.use("training"):
+            for _ in range(epochs):
+                start = 0
+                for size in mine:
+                    mini_batch = data.slice(start, start + size)
+                    start += size
+                    results.append(self.model.train(self.cut(mini_batch, columns), make_loss(mini_batch)))
+                    raise_bad_labels(self.device)  # on a GPU: the log-probability was NaN, no weight moved
         return results
 
     def log_probs(
@@ -141,21 +153,37 @@ class MegatronWorker(CheckpointedWorker):
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the responses, fp32 `[m, R]`, 0 outside them.
 
-        `hidden` is the model's output `[m, L, h]`: only the positions that predict a response token are read,
+        `hidden` is the model's output `[1, T, h]`: only the positions that predict a response token are read,
         and their logits exist a tile at a time. Without `entropy` the second result is 0 throughout.
         """
-        index = response_index(micro_batch.attention_mask, micro_batch.columns["responses"].shape[1])
-        log_prob, token_entropy = linear_log_prob_and_entropy(
-            index.gather(hidden),
-            self.model.output_weight,
-            index.labels(micro_batch.tokens),
-            temperature=self.spec.temperature,
-            entropy=entropy,
-            group=self.model.groups.tp if self.layout.tp > 1 else None,
-            vocab_size=self.model.shape.vocab,
-        )
+        index = response_index(micro_batch, micro_batch.columns["responses"].shape[1])
+
+        def score(hidden: Tensor, position: Tensor) -> tuple[Tensor | None, ...]:
+            return linear_log_prob_and_entropy(
+                hidden,
+                self.model.output_weight,
+                micro_batch.tokens[0, position + 1],
+                temperature=self.spec.temperature,
+                entropy=entropy,
+                group=self.model.groups.tp if self.layout.tp > 1 else None,
+                vocab_size=self.model.shape.vocab,
+            )
+
+        log_prob, token_entropy = self.model.at(hidden, micro_batch, index.previous, score)
+        assert log_prob is not None
         none = torch.zeros_like(log_prob) if token_entropy is None else token_entropy
         return index.scatter(log_prob), index.scatter(none)
+
+    def values_at(self, output: Tensor, micro_batch: MicroBatch, position: Tensor) -> Tensor:
+        """Values, fp32 `[n]`, at packed positions `[n]`; `output` `[1, T]` is the value model's."""
+        (values,) = self.model.at(output, micro_batch, position, lambda found, _: (found.float(),))
+        assert values is not None
+        return values
+
+    def response_values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Values at the token before each response token, fp32 `[m, R]`, 0 outside the response."""
+        index = response_index(micro_batch, micro_batch.columns["responses"].shape[1])
+        return index.scatter(self.values_at(output, micro_batch, index.previous))
 
     @property
     def dp_rank(self) -> int:

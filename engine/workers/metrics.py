@@ -16,7 +16,7 @@ def combine_steps(results: Sequence[TrainResult], group: dist.ProcessGroup) -> d
     A micro-batch's statistic is already divided by the global denominator, so its sum over micro-batches
     and dp ranks is the mini-batch's value, and the call's value is the mean over its steps. Names that end
     in `_max` take the maximum instead. Earlier pipeline stages have no statistics and report only
-    `grad_norm` and `lr`. A call without steps has counts of 0 and no more.
+    `grad_norm`, `lr` and `router_loss`. A call without steps has counts of 0 and no more.
     """
     if not results:
         return {"optimizer_steps": 0.0, "skipped_steps": 0.0}
@@ -33,6 +33,8 @@ def combine_steps(results: Sequence[TrainResult], group: dist.ProcessGroup) -> d
         "optimizer_steps": float(len(norms)),
         "skipped_steps": float(n - len(norms)),
     }
+    if routed := [result.router_loss for result in results if result.router_loss is not None]:
+        metrics["router_loss"] = sum(routed) / len(routed)
     return metrics | all_reduce_dict(merge(steps), group)
 
 

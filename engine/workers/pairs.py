@@ -53,13 +53,13 @@ class PairsWorker(MegatronWorker):
         """The shard's pairs within the token budget: rows 2i and 2i + 1 of a micro-batch are one pair's."""
         if len(data) == 0:
             return []
-        multiple = self.model.width_multiple
+        padding = self.model.padding
         ids, mask = (data.batch[name].reshape(2 * len(data), -1) for name in ("input_ids", "attention_mask"))
-        longer = mask.sum(dim=1).view(-1, 2).amax(dim=1).tolist()
-        padded = [2 * -(-length // multiple) * multiple for length in longer]
+        taken_up = [padding.of_row(length) for length in mask.sum(dim=1).tolist()]
+        of_pairs = [sum(both) for both in zip(taken_up[0::2], taken_up[1::2], strict=True)]
         parts = [
-            pack(ids, mask, {}, [2 * pair + side for pair in pairs for side in (0, 1)], multiple=multiple)
-            for pairs in partition(padded, budget_tokens=self.spec.micro_batch_tokens)
+            pack(ids, mask, {}, [2 * pair + side for pair in pairs for side in (0, 1)], padding=padding)
+            for pairs in partition(of_pairs, budget_tokens=self.spec.micro_batch_tokens)
         ]
         return [part.to(self.device) for part in parts]
 
@@ -68,8 +68,8 @@ class PairsWorker(MegatronWorker):
         n_pairs = loss_denominators(pairs, "token-mean", self.model.groups.dp).loss
 
         def compute(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            rows = torch.arange(len(output), device=output.device)
-            scores = output[rows, micro_batch.lengths - 1].float()
+            ends = micro_batch.starts + micro_batch.lengths - 1
+            scores = self.values_at(output, micro_batch, ends)
             chosen, rejected = scores[0::2], scores[1::2]
             loss = -logsigmoid(chosen - rejected).sum() / n_pairs
             stats = {

@@ -21,8 +21,22 @@ class RewardWorker(MegatronWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto | None:
         """Column `rm_scores`, fp32 `[b, R]`: the score at the last response token, 0 elsewhere."""
         return self.infer(
-            data, lambda output, micro_batch: {"rm_scores": last_token_scores(output, micro_batch)}
+            data, lambda output, micro_batch: {"rm_scores": self.last_token_scores(output, micro_batch)}
         )
+
+    def last_token_scores(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Scores at each row's last token, put at its last response column, as fp32 `[m, R]`.
+
+        A row whose response is empty has no column to hold a score and stays 0.
+        """
+        m, width = micro_batch.columns["responses"].shape
+        index = response_index(micro_batch, width)
+        last = index.row.new_full((m,), -1).scatter_reduce(0, index.row, index.column, "amax")
+        rows = torch.nonzero(last >= 0).flatten()
+        ends = (micro_batch.starts + micro_batch.lengths - 1)[rows]
+        scores = output.new_zeros((m, width), dtype=torch.float32)
+        scores[rows, last[rows]] = self.values_at(output, micro_batch, ends)
+        return scores
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_baseline(self, data: DataProto) -> DataProto | None:
@@ -30,20 +44,6 @@ class RewardWorker(MegatronWorker):
         once, own = prompts_once(data)
         scored = self.compute_rm_score(as_samples(once))
         return None if scored is None else as_reward(scored, own)
-
-
-def last_token_scores(output: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Scores `[m, L]` at each row's last token, put at its last response column, as fp32 `[m, R]`.
-
-    A row whose response is empty has no column to hold a score and stays 0.
-    """
-    m, width = micro_batch.columns["responses"].shape
-    index = response_index(micro_batch.attention_mask, width)
-    last = index.row.new_full((m,), -1).scatter_reduce(0, index.row, index.column, "amax")
-    rows = torch.nonzero(last >= 0).flatten()
-    scores = output.new_zeros((m, width), dtype=torch.float32)
-    scores[rows, last[rows]] = output[rows, micro_batch.lengths[rows] - 1].float()
-    return scores
 
 
 class ScoreWorker(Worker):

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from rolemesh.engine.dispatch import Dispatch, register
-from rolemesh.engine.named_tensors import NamedTensors
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import HFRollout, SamplingOptions
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.baseline import as_baseline, as_prompts, prompts_once
+from rolemesh.engine.workers.weights import take, takes_weights
+from rolemesh.parallel.weights.transfer_link import Meeting
+from rolemesh.parallel.weights.transfer_sides import EngineSide
 from rolemesh.placement.steps.operations import SEQUENCES
 
 
@@ -38,17 +42,26 @@ class RolloutWorker(Worker):
         self.engine = HFRollout(spec.path, self.device, spec.dtype, spec.max_params)
         return self.engine.n_params
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, weights: NamedTensors) -> None:
-        """Take the actor's weights, all of them, one tensor at a time."""
-        self.engine.load_weights(weights)
+    @takes_weights
+    def load_weights(self, weights: Meeting, version: int = 0) -> None:
+        """Take the actor's weights, all of them, each to where it is used; `version` says after how many
+        updates they are.
+        """
+        engine = self.engine
+        side = EngineSide(engine.shape, engine.dtype, replicas=self.world_size)
+        engine.load_weights(take(self, weights, side, engine.place))
+        self.version = version
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True)
     def generate_sequences(self, prompts: DataProto, greedy: bool = False) -> Iterator[Part]:
-        """One response per row: the columns that `HFRollout.generate` lists. `greedy` takes the likeliest
+        """One response per row: the columns that `HFRollout.generate` lists, and `weight_versions` int64
+        [b, R], of the weights that made each token, -1 outside of the mask. `greedy` takes the likeliest
         token.
         """
-        return self.engine.generate_parts(prompts, replace(self.spec.sampling, do_sample=not greedy))
+        for part in self.engine.generate_parts(prompts, replace(self.spec.sampling, do_sample=not greedy)):
+            mask = part.data.batch["response_mask"].bool()
+            part.data.batch["weight_versions"] = torch.where(mask, self.version, -1)
+            yield part
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_baseline(self, samples: DataProto) -> DataProto:

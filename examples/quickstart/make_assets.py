@@ -318,9 +318,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart-assets"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heads", type=int, default=Settings.heads, help="attention heads of the 64 columns")
     parser.add_argument("--force", action="store_true", help="make them again even if nothing changed")
     args = parser.parse_args()
-    settings = Settings(seed=args.seed)
+    settings = Settings(seed=args.seed, heads=args.heads)
     logging.disable_progress_bar()
 
     record = args.out / "assets.json"

@@ -3,7 +3,7 @@
 from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.parallel.weights.convert import convert
 from rolemesh.parallel.weights.export import export_hf
-from rolemesh.parallel.weights.load import load_hf
+from rolemesh.parallel.weights.load import load_hf, stored_tensors
 from rolemesh.parallel.weights.plan import Head, export_plan, stage_plan
 from rolemesh.parallel.weights.save import save_hf
 
@@ -16,4 +16,5 @@ __all__ = [
     "load_hf",
     "save_hf",
     "stage_plan",
+    "stored_tensors",
 ]

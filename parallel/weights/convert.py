@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from rolemesh.parallel.checkpoint_error import CheckpointError, listed
+from rolemesh.parallel.weights.checkpoint import Checkpoint
 from rolemesh.parallel.weights.pieces import HfTensor
-from rolemesh.parallel.weights.plan import Head, export_plan, hf_tensors
+from rolemesh.parallel.weights.plan import Head, export_plan, hf_tensors, stage_plan
 from rolemesh.parallel.weights.save import finish_folder, shard_files, start_folder
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
@@ -35,7 +38,8 @@ def convert(
 ) -> None:
     """Write the weights in `folder` (as `parallel.checkpoint` saves them) as the new folder `out_dir`.
 
-    `source` has the model's `config.json` and its tokenizer, which go along. Held in memory are one tensor in
+    `source` has the model's `config.json` and its tokenizer, which go along; where only adapters were trained
+    also the weights that they are added to. Held in memory are one tensor in
     fp32 and its copy in `dtype`.
 
     Raises FileExistsError when `out_dir` exists, CheckpointError naming the tensors that are missing or of
@@ -45,29 +49,32 @@ def convert(
     shape = ModelShape.from_config(json.loads((source / "config.json").read_text()))
     tensors = hf_tensors(shape, head)
     reader = _Reader(folder)
-    _check(folder, reader.read_metadata(), tensors)
+    adapters = _Adapters.of(folder, source, shape, head)
+    _check(folder, reader.read_metadata(), adapters.saved(tensors) if adapters else tensors)
     files = shard_files(export_plan(shape, Layout(), head), dtype.itemsize, max_shard_bytes)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     start_folder(out_dir, partial)
     try:
         for file in dict.fromkeys(files.values()):
             inside = [tensors[name] for name in files if files[name] == file]
-            write_safetensors(partial / file, inside, dtype, (_read(reader, tensor) for tensor in inside))
+            values = (adapters.merged(reader, x) if adapters else _read(reader, x) for x in inside)
+            write_safetensors(partial / file, inside, dtype, values)
         finish_folder(shape, head, dtype, files, source, partial, out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_safetensors(
-    path: Path, tensors: Iterable[HfTensor], dtype: torch.dtype, values: Iterable[Tensor]
+    path: Path, tensors: Sequence[HfTensor], dtype: torch.dtype, values: Iterable[Tensor]
 ) -> None:
     """Write a safetensors file of `tensors` in `dtype` from `values`, in the same order, one at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
-        end = at + torch.Size(tensor.shape).numel() * dtype.itemsize
+        kept = torch.float32 if tensor.fp32 else dtype
+        end = at + torch.Size(tensor.shape).numel() * kept.itemsize
         header[tensor.name] = {
-            "dtype": _DTYPES[dtype],
+            "dtype": _DTYPES[kept],
             "shape": list(tensor.shape),
             "data_offsets": [at, end],
         }
@@ -76,8 +83,49 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            file.write(value.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
+        for tensor, value in zip(tensors, values, strict=True):
+            kept = value.to(torch.float32 if tensor.fp32 else dtype).contiguous()
+            file.write(kept.view(-1).view(torch.uint8).numpy().data)
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """Adapters of a checkpoint and the weights that they belong to; `pairs`: (A, B) by the weight's name."""
+
+    base: Checkpoint
+    scale: float
+    pairs: Mapping[str, tuple[HfTensor, HfTensor]]
+
+    @classmethod
+    def of(cls, folder: Path, source: Path, shape: ModelShape, head: Head) -> _Adapters | None:
+        from rolemesh.parallel.lora import LoraConfig, adapter_plans, stem
+
+        saved = dist_checkpointing.load_common_state_dict(str(folder)).get("lora")
+        if saved is None:
+            return None
+        config = LoraConfig(**saved)
+        plans = adapter_plans(stage_plan(shape, Layout(), 0, head), config, 1)
+        pairs = {
+            f"{stem(b.name).removesuffix('.lora_B')}.weight": (down.tensors[0], b)
+            for down, up in zip(plans[0::2], plans[1::2], strict=True)
+            for b in up.tensors
+        }
+        return cls(Checkpoint(source), config.scale, pairs)
+
+    def saved(self, tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
+        """What the checkpoint must hold: the adapters, and what `base` lacks."""
+        own = {name: tensor for name, tensor in tensors.items() if name not in self.base.names}
+        return own | {x.name: x for pair in self.pairs.values() for x in pair}
+
+    def merged(self, reader: FileSystemReader, tensor: HfTensor) -> Tensor:
+        """A weight with its adapter in it, or one that was trained whole."""
+        if _key(tensor.name) in reader.read_metadata().state_dict_metadata:
+            return _read(reader, tensor)
+        weight = self.base.read(tensor.name, tuple(slice(None) for _ in tensor.shape)).float()
+        if tensor.name in self.pairs:
+            a, b = (_read(reader, x) for x in self.pairs[tensor.name])
+            weight += self.scale * (b @ a)
+        return weight
 
 
 def _check(folder: Path, metadata: Metadata, tensors: Mapping[str, HfTensor]) -> None:

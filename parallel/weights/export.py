@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from rolemesh.parallel.weights.load import planned_parameters
+from rolemesh.parallel.weights.pieces import Expert
 from rolemesh.parallel.weights.plan import Head, ParameterPlan, export_order, stage_plan
 from rolemesh.placement.layout import Coords, Layout
 from rolemesh.placement.model import ModelShape
+
+if TYPE_CHECKING:  # who only plans weights need not load megatron-core
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @torch.no_grad()
@@ -24,18 +28,27 @@ def export_hf(
     *,
     head: Head = "lm",
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, new whole tensor) of the stage's tensors on tp rank 0 of dp rank 0, else nothing.
+    """(Hugging Face name, new whole tensor) of the stage's tensors on rank 0 of tp, cp and dp, of routed
+    experts on the first rank that has them; else nothing.
 
-    Every rank must exhaust the iterator: the tp ranks of that replica gather each parameter in turn, and no
-    rank holds more than one parameter beside its own. The stages' tensors together are the whole model.
+    Every rank must exhaust the iterator: tp ranks gather each parameter in turn, and no rank holds more than
+    one parameter beside its own. The ranks' tensors together are the whole model.
     A shared matrix comes once, from the first stage; a value head is named as transformers names it.
     """
     coords = _coords(groups)
-    parameters = planned_parameters(model, stage_plan(shape, layout, coords.pp, head), coords)
-    for pp_rank, plan in export_order(shape, layout, head):
-        if (pp_rank, 0) == (coords.pp, coords.dp):
+    expert = layout.expert_coords(layout.rank(coords))
+    plans = stage_plan(shape, layout, coords.pp, head, ep_rank=expert.ep)
+    parameters = planned_parameters(model, plans, coords)
+    for pp_rank, ep_rank, plan in export_order(shape, layout, head):
+        if pp_rank != coords.pp:
+            continue
+        if isinstance(plan.rule, Expert):
+            mine, gives = (ep_rank, 0) == (expert.ep, expert.edp), expert.etp == 0
+        else:
+            mine, gives = (coords.dp, coords.cp) == (0, 0), coords.tp == 0
+        if mine and (gives or plan.gathered):
             parts = _gather(parameters[plan.name], plan, groups.tp)
-            if coords.tp == 0:
+            if gives:
                 yield from _assemble(plan, parts).items()
 
 

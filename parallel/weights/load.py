@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rolemesh.parallel.checkpoint_error import CheckpointError, listed
 from rolemesh.parallel.weights.checkpoint import Checkpoint
-from rolemesh.parallel.weights.families import family_map
+from rolemesh.parallel.weights.families import WeightMap, family_map
 from rolemesh.parallel.weights.pieces import Cut, HfTensor
 from rolemesh.parallel.weights.plan import (
     HEAD_NAME,
@@ -19,7 +19,7 @@ from rolemesh.parallel.weights.plan import (
     ParameterPlan,
     canonical_name,
     hf_tensors,
-    stage_plan,
+    rank_plan,
 )
 from rolemesh.placement.layout import Coords, Layout
 from rolemesh.placement.model import ModelShape
@@ -46,7 +46,7 @@ def load_hf(
     Raises CheckpointError naming the tensors that are missing, unexpected or of another shape, and the
     parameters that the plan and the model do not share.
     """
-    plans = stage_plan(shape, layout, coords.pp, head, head_name)
+    plans = rank_plan(shape, layout, layout.rank(coords), head, head_name)
     parameters = planned_parameters(model, plans, coords)
     with Checkpoint(path) as checkpoint:
         new_head = head == "value" and allow_new_head and f"{head_name}.weight" not in checkpoint.names
@@ -63,11 +63,19 @@ def load_hf(
                 _check_tied_copy(checkpoint, shape, plan.cuts[coords.tp])
 
 
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What checkpoints hold of a module, by its own names: parameters, and the routers' correction biases."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
+
+
 def planned_parameters(
     model: nn.Module | Mapping[str, Tensor], plans: tuple[ParameterPlan, ...], coords: Coords
 ) -> dict[str, Tensor]:
-    """The model's parameters by canonical name; CheckpointError where they are not those of the plan."""
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+    """The model's parameters, and buffers of the plan, by canonical name; CheckpointError where they are not
+    those of the plan.
+    """
+    named = dict(stored_tensors(model)) if isinstance(model, nn.Module) else model
     parameters = {canonical_name(name): parameter for name, parameter in named.items()}
     shapes = {plan.name: plan.cuts[coords.tp].shape for plan in plans}
     stage = f"pipeline stage {coords.pp}"
@@ -93,11 +101,7 @@ def _check_names(
     expected = set(hf_tensors(shape, head, head_name)) - ({weight} if new_head else set())
     unneeded = {bias, lm_head} if head == "value" else {lm_head}
     missing = expected - checkpoint.names
-    unexpected = {
-        name
-        for name in checkpoint.names - expected - unneeded
-        if not re.fullmatch(family_map(shape).derived, name)
-    }
+    unexpected = unknown_names(checkpoint.names - expected - unneeded, family_map(shape))
     if head == "value" and missing == {weight}:
         raise CheckpointError(_no_head(checkpoint, weight, unexpected))
     if missing or unexpected:
@@ -110,6 +114,11 @@ def _check_names(
             raise CheckpointError(
                 f"{bias} of {checkpoint.path} is {values.tolist()}: a head with a bias is not supported"
             )
+
+
+def unknown_names(names: Iterable[str], weights: WeightMap) -> set[str]:
+    """Those of the names that follow from nothing in the configuration."""
+    return {name for name in names if not re.fullmatch(weights.derived, name)}
 
 
 def _no_head(checkpoint: Checkpoint, weight: str, unexpected: set[str]) -> str:

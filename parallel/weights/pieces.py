@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from rolemesh.placement.model import padded_vocab
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """Name and shape of a tensor in a Hugging Face checkpoint."""
+    """Name and shape of a tensor in a Hugging Face checkpoint; `fp32`: whatever the model's dtype."""
 
     name: str
     shape: tuple[int, ...]
+    fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Rule(Protocol):
     def tensors(self) -> tuple[HfTensor, ...]:
         """The whole Hugging Face tensors that the parameter is made of."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether every tp rank that has the parameter has all of it."""
+
     def cut(self, tp: int, rank: int) -> Cut:
         """The part of `rank` out of `tp`."""
 
@@ -50,6 +55,7 @@ class Replicated:
     """The same tensor on every tp rank."""
 
     tensor: HfTensor
+    whole: ClassVar[bool] = True
 
     @property
     def tensors(self) -> tuple[HfTensor, ...]:
@@ -61,10 +67,53 @@ class Replicated:
 
 
 @dataclass(frozen=True)
+class Buffer(Replicated):
+    """The same tensor on every rank, in fp32 whatever the parameters' dtype, and never trained."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Routed expert `index` of a layer, on the ranks that have it: whole, or cut over all of tp."""
+
+    index: int
+    rule: Rule
+    cut_over_tp: bool = False
+
+    @property
+    def tensors(self) -> tuple[HfTensor, ...]:
+        return self.rule.tensors
+
+    @property
+    def whole(self) -> bool:
+        return not self.cut_over_tp
+
+    def cut(self, tp: int, rank: int) -> Cut:
+        return self.rule.cut(tp, rank) if self.cut_over_tp else self.rule.cut(1, 0)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Dimension 0 in equal parts (column-parallel layers: each rank makes a part of the outputs)."""
+
+    tensor: HfTensor
+    whole: ClassVar[bool] = False
+
+    @property
+    def tensors(self) -> tuple[HfTensor, ...]:
+        return (self.tensor,)
+
+    def cut(self, tp: int, rank: int) -> Cut:
+        n_rows, *rest = self.tensor.shape
+        height = n_rows // tp
+        return _cut_rows([Run(self.tensor, 0, n_rows)], rank * height, height, rest)
+
+
+@dataclass(frozen=True)
 class Columns:
     """Dimension 1 in equal parts (row-parallel layers: each rank sees a part of the inputs)."""
 
     tensor: HfTensor
+    whole: ClassVar[bool] = False
 
     @property
     def tensors(self) -> tuple[HfTensor, ...]:
@@ -82,6 +131,7 @@ class VocabRows:
     """Vocabulary rows, padded with zero rows until they divide by tp, in equal parts."""
 
     tensor: HfTensor
+    whole: ClassVar[bool] = False
 
     @property
     def tensors(self) -> tuple[HfTensor, ...]:
@@ -99,6 +149,7 @@ class GateUp:
 
     gate: HfTensor
     up: HfTensor
+    whole: ClassVar[bool] = False
 
     @property
     def tensors(self) -> tuple[HfTensor, ...]:
@@ -123,6 +174,7 @@ class QueryKeyValue:
     key: HfTensor
     value: HfTensor
     head_dim: int
+    whole: ClassVar[bool] = False
 
     @property
     def tensors(self) -> tuple[HfTensor, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rolemesh.parallel.weights.families import family_map
-from rolemesh.parallel.weights.pieces import Cut, HfTensor, Replicated, Rule
+from rolemesh.parallel.weights.pieces import Cut, Expert, HfTensor, Replicated, Rule
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.model import ModelShape, stage_layers
+from rolemesh.placement.model import ModelShape
 
 Head = Literal["lm", "value"]
 """What follows the final norm: logits over the vocabulary, or one number per token."""
@@ -40,16 +40,17 @@ class ParameterPlan:
     @property
     def gathered(self) -> bool:
         """Whether the whole tensors need the parts of several tp ranks."""
-        return len(self.cuts) > 1 and not isinstance(self.rule, Replicated)
+        return len(self.cuts) > 1 and not self.rule.whole
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a whole Hugging Face tensor comes from: a parameter of a pipeline stage."""
+    """Where a whole Hugging Face tensor comes from: a parameter of a stage (an expert's: of `ep_rank`)."""
 
     tensor: HfTensor
     pp_rank: int
     parameter: str
+    ep_rank: int = 0
 
 
 def canonical_name(name: str) -> str:
@@ -61,17 +62,31 @@ def canonical_name(name: str) -> str:
 
 
 def stage_plan(
-    shape: ModelShape, layout: Layout, pp_rank: int, head: Head = "lm", head_name: str = HEAD_NAME
+    shape: ModelShape,
+    layout: Layout,
+    pp_rank: int,
+    head: Head = "lm",
+    head_name: str = HEAD_NAME,
+    *,
+    ep_rank: int = 0,
 ) -> tuple[ParameterPlan, ...]:
-    """Every parameter of a pipeline stage, in the model's order.
+    """Every parameter of a pipeline stage's ranks that have the experts of `ep_rank`, in the model's order.
 
-    A tied model has its shared matrix on the first stage, and again as `output_layer` on the last one when
-    that is another stage.
+    Routed experts are counted from the rank's first, as megatron-core counts them. A tied model has its
+    shared matrix on the first stage, and again as `output_layer` on the last one when that is another stage.
     """
     return tuple(
         ParameterPlan(name, rule, tuple(rule.cut(layout.tp, rank) for rank in range(layout.tp)))
-        for name, rule in _stage_rules(shape, layout, pp_rank, head, head_name)
+        for name, rule in _stage_rules(shape, layout, pp_rank, ep_rank, head, head_name)
     )
+
+
+def rank_plan(
+    shape: ModelShape, layout: Layout, rank: int, head: Head = "lm", head_name: str = HEAD_NAME
+) -> tuple[ParameterPlan, ...]:
+    """Every parameter of one rank; its own parts are the cuts at its tp rank."""
+    expert = layout.expert_coords(rank)
+    return stage_plan(shape, layout, expert.pp, head, head_name, ep_rank=expert.ep)
 
 
 def hf_tensors(shape: ModelShape, head: Head = "lm", head_name: str = HEAD_NAME) -> dict[str, HfTensor]:
@@ -80,37 +95,49 @@ def hf_tensors(shape: ModelShape, head: Head = "lm", head_name: str = HEAD_NAME)
     return {tensor.name: tensor for plan in whole for tensor in plan.tensors}
 
 
-def export_order(shape: ModelShape, layout: Layout, head: Head = "lm") -> Iterator[tuple[int, ParameterPlan]]:
-    """(stage, parameter) of everything to export, stages in order; a shared matrix comes from the first."""
+def export_order(
+    shape: ModelShape, layout: Layout, head: Head = "lm"
+) -> Iterator[tuple[int, int, ParameterPlan]]:
+    """(stage, ep rank, parameter) of everything to export, stages in order, and in each its ep ranks.
+
+    A shared matrix comes from the first stage, and what is no expert from ep rank 0.
+    """
     exported: set[str] = set()
     for pp_rank in range(layout.pp):
-        for plan in stage_plan(shape, layout, pp_rank, head):
-            names = {tensor.name for tensor in plan.tensors}
-            if not names <= exported:
-                exported |= names
-                yield pp_rank, plan
+        for ep_rank in range(layout.ep):
+            for plan in stage_plan(shape, layout, pp_rank, head, ep_rank=ep_rank):
+                if ep_rank > 0 and not isinstance(plan.rule, Expert):
+                    continue
+                names = {tensor.name for tensor in plan.tensors}
+                if not names <= exported:
+                    exported |= names
+                    yield pp_rank, ep_rank, plan
 
 
 def export_plan(shape: ModelShape, layout: Layout, head: Head = "lm") -> dict[str, Owner]:
     """Who owns each Hugging Face tensor, by its name, in the order of export."""
     return {
-        tensor.name: Owner(tensor, pp_rank, plan.name)
-        for pp_rank, plan in export_order(shape, layout, head)
+        tensor.name: Owner(tensor, pp_rank, plan.name, ep_rank)
+        for pp_rank, ep_rank, plan in export_order(shape, layout, head)
         for tensor in plan.tensors
     }
 
 
 def _stage_rules(
-    shape: ModelShape, layout: Layout, pp_rank: int, head: Head, head_name: str
+    shape: ModelShape, layout: Layout, pp_rank: int, ep_rank: int, head: Head, head_name: str
 ) -> Iterator[tuple[str, Rule]]:
     weights = family_map(shape)
-    layers = stage_layers(shape.n_layers, layout.pp)
-    first_layer = sum(layers[:pp_rank])
+    layers = [layer for part in layout.stages(shape.n_layers)[pp_rank] for layer in part]
+    n_experts = shape.moe.n // layout.ep if shape.moe else 0
     if pp_rank == 0:
         yield "embedding.word_embeddings.weight", weights.embedding
-    for n in range(layers[pp_rank]):
-        for name, rule in weights.layer(first_layer + n).items():
-            yield f"decoder.layers.{n}.{name}", rule
+    for n, layer in enumerate(layers):
+        for name, rule in weights.layer(layer).items():
+            if not isinstance(rule, Expert):
+                yield f"decoder.layers.{n}.{name}", rule
+            elif rule.index // n_experts == ep_rank:
+                local = name.replace(f".{rule.index}.", f".{rule.index % n_experts}.", 1)
+                yield f"decoder.layers.{n}.{local}", replace(rule, cut_over_tp=layout.etp > 1)
     if pp_rank < layout.pp - 1:
         return
     yield "decoder.final_layernorm.weight", weights.final_norm

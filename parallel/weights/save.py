@@ -7,11 +7,10 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -22,6 +21,9 @@ from rolemesh.parallel.weights.export import export_hf
 from rolemesh.parallel.weights.plan import Head, Owner, export_plan, hf_tensors
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
+
+if TYPE_CHECKING:  # who only plans weights need not load megatron-core
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 COPIED = (
     "generation_config.json",
@@ -75,14 +77,14 @@ def save_hf(
 
 
 def shard_files(owners: Mapping[str, Owner], itemsize: int, max_shard_bytes: int) -> dict[str, str]:
-    """File of each tensor, in the owners' order: no file holds two stages' tensors, nor more than
+    """File of each tensor, in the owners' order: no file holds two ranks' tensors, nor more than
     `max_shard_bytes` of them unless a single tensor is larger."""
     shard_of: dict[str, int] = {}
-    shard, stage, held_bytes = 0, -1, 0
+    shard, writer, held_bytes = 0, (-1, -1), 0
     for name, owner in owners.items():
         n_bytes = torch.Size(owner.tensor.shape).numel() * itemsize
-        if owner.pp_rank != stage or held_bytes + n_bytes > max_shard_bytes:
-            shard, stage, held_bytes = shard + 1, owner.pp_rank, 0
+        if (owner.pp_rank, owner.ep_rank) != writer or held_bytes + n_bytes > max_shard_bytes:
+            shard, writer, held_bytes = shard + 1, (owner.pp_rank, owner.ep_rank), 0
         shard_of[name] = shard
         held_bytes += n_bytes
     if shard == 1:
@@ -174,9 +176,20 @@ def finish_folder(
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2))
     config = json.loads((source / "config.json").read_text())
     (partial / "config.json").write_text(json.dumps(hf_config(config, dtype, head), indent=2))
-    for file in {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}:
-        shutil.copy(file, partial)
+    _copy_tokenizer(source, partial)
     partial.rename(out_dir)
+
+
+def copy_settings(source: Path, folder: Path) -> None:
+    """Make `folder` with all of a Hugging Face folder but its weights."""
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    _copy_tokenizer(source, folder)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for file in {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}:
+        shutil.copy(file, folder)
 
 
 def _written_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

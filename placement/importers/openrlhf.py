@@ -28,7 +28,7 @@ _REASONS = (
     (r"^(vllm_|enforce_eager|enable_prefix_caching|rollout_tasks|max_len$)",
      "the engine is planned from model and lengths"),
     (r"sleep|offload", "what waits in host memory is the planner's choice (pin: ROLE offload=true)"),
-    (r"lora|target_modules|load_in_4bit", "adapters are not in this version"),
+    (r"lora|target_modules|load_in_4bit", "adapters are on every layer, without dropout"),
     (r"wandb|tensorboard|logging|perf$", "a run logs into its folder"),
     (r"ckpt|checkpoint$|save_", "a checkpoint always holds everything and converts to a Hugging Face folder"),
     (r"packing_samples|attn_implementation|flash_attn", "always so here"),
@@ -246,11 +246,13 @@ def _models(said: Settings, roles: Sequence[str], remote: str | None) -> dict[st
     said.take("bf16")
     said.ignore("zero_stage", _zero(said.count("zero_stage", 2)))
     said.ignore("lr_warmup_ratio", "warm-up is given in updates: optim.warmup_steps")
+    rank, alpha = said.count("lora_rank"), said.number("lora_alpha", 16.0)
     both = {
-        "recompute": said.flag("gradient_checkpointing"),
+        "recompute": "full" if said.flag("gradient_checkpointing") else None,
         "layout": layout,
         "dtype": dtype if dtype != "float16" else None,
         "micro_batch_tokens": trained,
+        "lora": {"rank": rank, "alpha": alpha} if rank else {},
     }
     actor, scorer = said.take("pretrain", "model"), said.take("reward_pretrain")
     models: dict[str, Any] = {

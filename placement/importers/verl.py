@@ -40,7 +40,7 @@ _REASONS = (
     (r"_offload$|offload_policy$",
      "what waits in host memory is the planner's choice (pin: ROLE offload=true)"),
     (r"fsdp|\.strategy$", "models are cut by Megatron's layouts, with its distributed optimizer, not FSDP"),
-    (r"lora|target_modules|exclude_modules", "adapters are not in this version"),
+    (r"lora|target_modules|exclude_modules", "adapters are on every layer of attention and feed-forward"),
     (r"gpu_memory_utilization|max_num_|free_cache|enforce_eager|cudagraph|prefill|prefix_caching|max_model_len",
      "the engine's memory and batches are planned from model and lengths"),
     (r"profiler|\.trace\.", "profiling: a run writes its timeline"),
@@ -313,6 +313,7 @@ def _models(said: Settings, roles: Sequence[str], reward: Mapping[str, Any]) -> 
             "optim": _optim(said, f"{_ACTOR}.optim", 1e-6, f"{_ACTOR}.grad_clip"),
             "layout": _layout(said, _ACTOR),
             "recompute": _recompute(said, _ACTOR, "actor_rollout_ref.model"),
+            "lora": _lora(said, "actor_rollout_ref.model"),
             "micro_batch_tokens": _tokens(
                 said, f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
                 longest, dynamic, 16384,
@@ -326,6 +327,7 @@ def _models(said: Settings, roles: Sequence[str], reward: Mapping[str, Any]) -> 
             "optim": _optim(said, "critic.optim", 1e-5, "critic.grad_clip"),
             "layout": _layout(said, "critic"),
             "recompute": _recompute(said, "critic", "critic.model"),
+            "lora": _lora(said, "critic.model"),
             "micro_batch_tokens": _tokens(
                 said, "critic.ppo_max_token_len_per_gpu", "critic.ppo_micro_batch_size_per_gpu",
                 longest, said.flag("critic.use_dynamic_bsz", dynamic), 32768,
@@ -414,15 +416,20 @@ def _optim(said: Settings, prefix: str, lr: float, clip: str) -> dict[str, Any]:
     }
 
 
-def _recompute(said: Settings, prefix: str, model: str) -> bool:
+def _lora(said: Settings, model: str) -> dict[str, Any]:
+    rank, alpha = said.count(f"{model}.lora_rank"), said.number(f"{model}.lora_alpha", 16.0)
+    return {"rank": rank, "alpha": alpha} if rank else {}
+
+
+def _recompute(said: Settings, prefix: str, model: str) -> str:
     """FSDP recomputes unless told otherwise, Megatron when it is told how."""
     name = f"{prefix}.megatron.override_transformer_config.recompute_granularity"
     granularity = said.take(name)
-    if granularity == "selective":
-        said.ignore(name, "recomputation is of whole layers or none here: none")
-    if said.take(f"{prefix}.strategy") == "megatron" or said.under(f"{prefix}.megatron"):
-        return granularity == "full" or said.flag(f"{model}.enable_gradient_checkpointing", False)
-    return said.flag(f"{model}.enable_gradient_checkpointing", True)
+    megatron = said.take(f"{prefix}.strategy") == "megatron" or said.under(f"{prefix}.megatron")
+    whole = said.flag(f"{model}.enable_gradient_checkpointing", not megatron)
+    if megatron and granularity in ("selective", "full"):
+        return str(granularity)
+    return "full" if whole else "none"
 
 
 def _tokens(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rolemesh.placement.layout import Layout, LayoutError
-from rolemesh.placement.model import ModelShape, padded_vocab, stage_layers
+from rolemesh.placement.model import ModelShape, padded_vocab
 
 # Where the lm head is multiplied and reduced a tile at a time: the share of the logits, and its bounds.
 TILE_SHARE, SMALL_TILE, LARGE_TILE = 1 / 32, 1 << 16, 1 << 26
@@ -42,7 +42,7 @@ class RankParams:
 def layers_of(shape: ModelShape, layout: Layout, stages: Sequence[int] | None = None) -> list[int]:
     """Layers of each pipeline stage; `stages` overrides the even cut, raising LayoutError for a wrong sum."""
     if stages is None:
-        return stage_layers(shape.n_layers, layout.pp)
+        return [sum(map(len, parts)) for parts in layout.stages(shape.n_layers)]
     if len(stages) != layout.pp or sum(stages) != shape.n_layers or min(stages) < 0:
         raise LayoutError(
             f"stages {list(stages)} must be {layout.pp} numbers that add up to {shape.n_layers} layers"

@@ -19,6 +19,7 @@ from rolemesh.placement.memory import (
     Software,
     generation_memory,
     inference_memory,
+    layers_of,
     rank_params,
     software,
     state_memory,
@@ -27,16 +28,20 @@ from rolemesh.placement.memory import (
 )
 from rolemesh.placement.memory.activations import DTYPE_BYTES
 from rolemesh.placement.memory.inference import PAGE_TOKENS, PREFILL_TOKENS
+from rolemesh.placement.memory.lora import adapter_params
 from rolemesh.placement.memory.process import communicator_bytes, slack_fraction
 from rolemesh.placement.roles.request import PlanRequest, RoleRequest
 
 _MANY = 1 << 30  # replicas: with so many, what they share out is nothing
-Cut = tuple[int, ...]  # of a layout all but dp
+Cut = tuple[int | tuple[int, ...], ...]  # of a layout all but dp
 
 
 def cut_of(layout: Layout) -> Cut:
     """What of a layout activations depend on."""
-    return (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.sequence_parallel)
+    return (
+        *(layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp),
+        *(layout.sequence_parallel, layout.pp_layers),
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,9 @@ class RoleBytes:
         params = self._params[key]
         if not self.trains:
             return {"weights": params.total * self.size}
-        return state_memory(params, layout, self.by, dtype_bytes=self.size)
+        layers = layers_of(self.request.shape, layout)[stage]
+        adapters = adapter_params(self.request.shape, layout, layers, self.request.lora_rank)
+        return state_memory(params, layout, self.by, dtype_bytes=self.size, adapters=adapters)
 
     def _step(self, layout: Layout, stage: int) -> float:
         """An update of hardly any tokens shows what the optimizer works with."""
@@ -134,6 +141,7 @@ class RoleBytes:
             recompute="full",
             dtype=self.request.dtype,
             by=self.by,
+            lora_rank=self.request.lora_rank,
             stage=stage,
         )
         return items.working_bytes * self.slack
@@ -156,6 +164,7 @@ class RoleBytes:
                     recompute=recompute,
                     dtype=self.request.dtype,
                     by=self.by,
+                    lora_rank=self.request.lora_rank,
                     stage=stage,
                 ).working
                 for stage in self.stages(layout)

@@ -31,7 +31,7 @@ def layouts(plan: PlanRequest, role: str, devices: DeviceSet) -> list[Layout]:
             [whole] if all(getattr(whole, k) == v for k, v in request.pins.items()) else []
         )
     elif plan.generates(role):
-        found = _serving(request, world, node)
+        found = _serving(plan, request, devices)
     else:
         found = _megatron(plan, request, world, node)
     return list(found)
@@ -43,10 +43,10 @@ def _sizes(request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
     return [size for size in sizes if pinned is None or size == pinned]
 
 
-def _wished(plan: PlanRequest, request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
+def _wished(request: RoleRequest, axis: str, sizes: Iterable[int]) -> list[int]:
     """The same for sizes that are worth looking at: a pinned one may be another."""
     pinned = request.pins.get(axis)
-    return [int(pinned)] if pinned is not None and not plan.runnable else _sizes(request, axis, sizes)
+    return list(sizes) if pinned is None else [int(pinned)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,52 +70,63 @@ def _megatron(plan: PlanRequest, request: RoleRequest, world: int, node: int) ->
         parallel = bool(pins.get("sequence_parallel", tp > 1))
         if (tp > 2 * node and "tp" not in pins) or (parallel and tp == 1):
             continue
-        for cp in _wished(plan, request, "cp", _context_sizes(plan)):
+        if plan.runnable and shape.moe and tp > 1 and not parallel:
+            continue
+        for cp in _wished(request, "cp", _context_sizes(plan)):
             rest, over = divmod(world, tp * cp)
             for pp in _sizes(request, "pp", _divisors(rest) if not over else ()):
                 if pp > shape.n_layers or (pp > MOST_PP and "pp" not in pins):
                     break
                 if "pp" not in pins and shape.n_layers % pp and pp.bit_count() > 1 and pp != rest:
                     continue
-                for vpp in _wished(plan, request, "vpp", _virtual(plan, shape, pp)):
+                for vpp in _wished(request, "vpp", _virtual(shape, pp)):
                     if vpp > 1 and (pp == 1 or shape.n_layers < pp * vpp):
+                        continue
+                    if pins.get("pp_layers") and len(pins["pp_layers"]) != pp * vpp:
                         continue
                     for ep, etp in _experts(plan, shape, world // pp, tp):
                         dp = rest // pp
                         fits = (("ep", ep), ("etp", etp), ("dp", dp))
                         if all(pins.get(axis, size) == size for axis, size in fits):
-                            yield _layout(tp, cp, dp, pp, vpp, ep, etp, parallel)
+                            layers = tuple(pins.get("pp_layers", ()))
+                            yield _layout(tp, cp, dp, pp, vpp, ep, etp, parallel, layers)
 
 
 def _context_sizes(plan: PlanRequest) -> tuple[int, ...]:
-    if plan.runnable or plan.workload.longest_tokens < LONG_TOKENS:
+    if plan.workload.longest_tokens < LONG_TOKENS:
         return (1,)
     return tuple(2**k for k in range(5) if plan.workload.longest_tokens / 2**k >= LONG_TOKENS / 4)
 
 
-def _virtual(plan: PlanRequest, shape: ModelShape, pp: int) -> tuple[int, ...]:
+def _virtual(shape: ModelShape, pp: int) -> tuple[int, ...]:
     """1, and 4 or 2: more virtual stages have smaller bubbles and keep less, for more sends."""
-    if plan.runnable or pp == 1:
+    if pp == 1:
         return (1,)
     return (1, *[vpp for vpp in (4, 2) if shape.n_layers % (pp * vpp) == 0][:1])
 
 
 def _experts(plan: PlanRequest, shape: ModelShape, stage: int, tp: int) -> list[tuple[int, int]]:
     """(ep, etp) over a pipeline stage of so many ranks."""
-    if shape.moe is None or plan.runnable:
+    if shape.moe is None:
         return [(1, 1)]
     sizes = [ep for ep in _divisors(shape.moe.n) if stage % ep == 0 and (ep == 1 or ep.bit_count() == 1)]
     cut = [(ep, tp) for ep in sizes if tp > 1 and shape.moe.ffn % tp == 0 and stage % (ep * tp) == 0]
     return [(ep, 1) for ep in sizes] + cut
 
 
-def _serving(request: RoleRequest, world: int, node: int) -> Iterator[Layout]:
-    """tp, and pp for models that a node does not hold; experts are cut like the rest, or else spread."""
-    shape = request.shape
+def _serving(plan: PlanRequest, request: RoleRequest, devices: DeviceSet) -> Iterator[Layout]:
+    """tp, and pp for models that a node does not hold; experts are cut like the rest, or else spread.
+
+    Our engines (runnable) are cut over tp alone, each on one node.
+    """
+    shape, world, node = request.shape, devices.world, max(devices.counts)
     for tp in _sizes(request, "tp", legal_tp(shape)):
         if world % tp or (tp > 2 * node and "tp" not in request.pins):
             continue
-        for pp in _sizes(request, "pp", (1, 2, 4, 8) if tp >= node or "pp" in request.pins else (1,)):
+        if plan.runnable and any(count % tp for count in devices.counts):
+            continue
+        deep = (tp >= node or "pp" in request.pins) and not plan.runnable
+        for pp in _sizes(request, "pp", (1, 2, 4, 8) if deep else (1,)):
             dp, over = divmod(world // tp, pp)
             if over or pp > shape.n_layers or request.pins.get("dp", dp) != dp:
                 continue
@@ -123,13 +134,15 @@ def _serving(request: RoleRequest, world: int, node: int) -> Iterator[Layout]:
                 yield Layout(tp, dp=dp, pp=pp)
             elif shape.moe.ffn % tp == 0:
                 yield Layout(tp, dp=dp, pp=pp, etp=tp)
-            elif shape.moe.n % tp == 0:
+            elif shape.moe.n % tp == 0 and not plan.runnable:
                 yield Layout(tp, dp=dp, pp=pp, ep=tp)
 
 
 @functools.lru_cache(maxsize=65_536)
-def _layout(tp: int, cp: int, dp: int, pp: int, vpp: int, ep: int, etp: int, parallel: bool) -> Layout:
-    return Layout(tp, cp, dp, pp, vpp, ep, etp, parallel)
+def _layout(
+    tp: int, cp: int, dp: int, pp: int, vpp: int, ep: int, etp: int, parallel: bool, layers: tuple[int, ...]
+) -> Layout:
+    return Layout(tp, cp, dp, pp, vpp, ep, etp, parallel, layers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -171,8 +184,8 @@ def recomputes(plan: PlanRequest, role: str) -> tuple[Recompute, ...]:
 
 
 def offloads(plan: PlanRequest, role: str) -> tuple[bool, ...]:
-    """Whether states may wait on the host; our workers keep them on the device."""
+    """Whether states may wait on the host; those of our engines stay where they are."""
     pinned = plan.roles[role].offload
     if pinned is not None:
         return (pinned,)
-    return (False,) if plan.runnable else (False, True)
+    return (False,) if plan.runnable and plan.generates(role) else (False, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.costs import Recompute, RoleOption
@@ -39,19 +39,21 @@ class RoleRequest:
             `hf` engine rows x (prompt and longest response) of a batch.
         scoring_tokens: the same where a role that trains scores, if it is not `micro_batch_tokens`.
         recompute, offload: see `RoleOption`.
+        lora_rank: of adapters that are trained in place of the model; 0 without.
     """
 
     shape: ModelShape
     dtype: str = "bfloat16"
-    pins: Mapping[str, int | bool] = field(default_factory=dict, hash=False)
+    pins: Mapping[str, Any] = field(default_factory=dict, hash=False)
     engine: Engine = "paged"
     micro_batch_tokens: int | None = None
     scoring_tokens: int | None = None
     recompute: Recompute | None = None
     offload: bool | None = None
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
-        Layout(**self.pins)  # type: ignore[arg-type]  # its constructor checks names and values
+        Layout(**self.pins)  # its constructor checks names and values
         if self.engine not in ("hf", "paged"):
             raise RequestError(f"engine is hf or paged, got {self.engine!r}")
 
@@ -65,8 +67,8 @@ class PlanRequest:
         roles: those that need devices.
         remote: for operations of other roles (a reward by function or service) how fast they answer; one
             that is not named takes no time.
-        runnable: only what the workers can run is planned; else also what only other software runs: experts,
-            cp, vpp, offload, fused operators.
+        runnable: only what the workers can run is planned; else also what only other software runs: fused
+            operators, engines whose memory waits on the host.
         staleness: 1 for generation one step ahead, see `schedule`.
         streamed: responses go on over a change of weights (partial rollouts), so none waits for the longest;
             needs staleness 1.
@@ -107,8 +109,9 @@ class PlanRequest:
 
     def fixed_as(self, role: str, option: RoleOption) -> RoleRequest:
         """The role's request with everything fixed as in an option."""
-        sizes: dict[str, int | bool] = dict(option.layout.sizes())
-        sizes["sequence_parallel"] = option.layout.sequence_parallel
+        layout = option.layout
+        sizes: dict[str, Any] = dict(layout.sizes())
+        sizes |= {"sequence_parallel": layout.sequence_parallel, "pp_layers": layout.pp_layers}
         tokens = math.ceil(option.micro_batch * self.workload.longest_tokens)
         return replace(
             self.roles[role],

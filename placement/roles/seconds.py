@@ -118,7 +118,12 @@ class RoleSeconds:
         self.plan, self.role, self.machine, self.links = plan, role, machine, links
         self.request: RoleRequest = plan.roles[role]
         self.dims = Dims.of(self.request.shape)
-        self.how = How(self.request.dtype, fused=not plan.runnable, fused_routing=plan.fused_routing)
+        self.how = How(
+            self.request.dtype,
+            fused=not plan.runnable,
+            lora=self.request.lora_rank > 0,
+            fused_routing=plan.fused_routing,
+        )
         load = plan.workload
         prompt, response = load.prompt_lengths, load.response_lengths
         square = prompt.mean_square + 2 * prompt.mean * response.mean + response.mean_square

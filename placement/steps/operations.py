@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, get_args
 
-from rolemesh.placement.graph import GraphError, Operation, Takes
+from rolemesh.placement.graph import GraphError, Operation, StepGraph, Takes
 
 RewardKind = Literal["model", "function", "remote", "judge", "composite"]
 KlIn = Literal["reward", "loss"]
@@ -20,7 +20,7 @@ GENERATE = Operation(
     kind="generate",
     method="generate_sequences",
     reads=TOKENS | {"row_ids"},
-    writes=SEQUENCES | {"prompts", "rollout_log_probs"},
+    writes=SEQUENCES | {"prompts", "rollout_log_probs", "weight_versions"},
     state_reads=frozenset({"rollout.weights"}),
 )
 OLD_LOG_PROB = Operation(
@@ -83,7 +83,8 @@ def advantage(role: str, reads: frozenset[str], kl_in: KlIn | None, reward: Rewa
         kind="infer",
         method="compute_advantage",
         reads=reads
-        | {"rm_scores", "responses", "response_mask", "attention_mask", "old_log_probs", "rollout_log_probs"}
+        | {"rm_scores", "responses", "response_mask", "attention_mask", "old_log_probs"}
+        | {"rollout_log_probs", "weight_versions"}
         | ({"ref_log_prob"} if kl_in == "reward" else set())
         | ({"uid", "dropped"} if may_drop(reward) else set()),
         writes=frozenset({"token_level_scores", "token_level_rewards", "advantages", "returns"}),
@@ -113,3 +114,13 @@ def reference_operations(
     if kl_in not in ("reward", "loss", None):
         raise GraphError(f"kl_in is 'reward', 'loss' or None, got {kl_in!r}")
     return (replace(REF_LOG_PROB, takes=takes),) if reference or kl_in else ()
+
+
+def reference_of_actor(graph: StepGraph) -> StepGraph:
+    """The step whose reference is the actor without its adapters: no role of its own."""
+    own = {"role": "actor", "state_reads": frozenset({"actor.weights"})}
+    operations = tuple(
+        replace(operation, **own) if operation.name == REF_LOG_PROB.name else operation
+        for operation in graph.operations
+    )
+    return replace(graph, operations=operations)

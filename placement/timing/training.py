@@ -7,7 +7,7 @@ stage, and filling and draining adds one turn of every other stage, divided by t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -89,12 +89,14 @@ RECOMPUTED: Mapping[str, Mapping[str, float]] = {
 }
 
 
-def stage_layers(n_layers: int, pp: int, vpp: int = 1) -> list[int]:
-    """Layers of each stage.
+def stage_layers(n_layers: int, pp: int, vpp: int = 1, parts: Sequence[int] = ()) -> list[int]:
+    """Layers of each stage; `parts` says those of each part of the pipeline, see `Layout.pp_layers`.
 
     Where the layers do not divide, but do with embedding and head counted as one each, they are counted so;
     else the earlier stages take one more.
     """
+    if parts:
+        return [sum(parts[stage::pp]) for stage in range(pp)]
     chunks = pp * vpp
     if pp > 1 and n_layers % chunks and (n_layers + 2) % chunks == 0:
         each = (n_layers + 2) // pp
@@ -328,7 +330,7 @@ class _Step:
         dense = self._layer(False) if dims.n_layers > dims.n_moe_layers else {}
         experts = self._layer(True) if dims.n_moe_layers else {}
         out, first = [], 0
-        counts = stage_layers(dims.n_layers, layout.pp, layout.vpp)
+        counts = stage_layers(dims.n_layers, layout.pp, layout.vpp, layout.pp_layers)
         n_dense = dims.n_layers - dims.n_moe_layers
         alike: dict[tuple[int, int, bool], dict[str, tuple[float, float]]] = {}
         for stage, count in enumerate(counts):
@@ -415,7 +417,7 @@ class _Step:
     def _rank_params(self) -> tuple[float, float]:
         """(parameters outside experts, expert parameters) of the fullest stage's rank."""
         dims, layout = self.dims, self.layout
-        share = max(stage_layers(dims.n_layers, layout.pp, layout.vpp)) / dims.n_layers
+        share = max(stage_layers(dims.n_layers, layout.pp, layout.vpp, layout.pp_layers)) / dims.n_layers
         whole = 2 if layout.pp == 1 and not dims.tied else 1
         dense = (dims.dense_params() * share + whole * dims.vocab * dims.hidden) / layout.tp
         return dense, dims.expert_params() * share / (layout.ep * layout.etp)
@@ -459,7 +461,7 @@ class _Step:
 @lru_cache(maxsize=4096)
 def _inside(layout: Layout) -> Layout:
     """What of a layout matters inside a layer: neither replicas nor stages."""
-    return replace(layout, dp=1, pp=1, vpp=1)
+    return replace(layout, dp=1, pp=1, vpp=1, pp_layers=())
 
 
 @lru_cache(maxsize=65_536)

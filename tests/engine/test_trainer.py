@@ -94,6 +94,7 @@ class Workers:
             "responses": responses,
             "response_mask": mask,
             "rollout_log_probs": torch.zeros(mask.shape),
+            "weight_versions": torch.zeros_like(mask),
         }
         columns["position_ids"] = columns["attention_mask"].cumsum(1) - 1
         return DataProto.from_dict(columns)

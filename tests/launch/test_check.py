@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from rolemesh.launch import check as check_module
+from rolemesh.launch import engine_check
 from rolemesh.launch.check import CheckReport, check_recipe
 from rolemesh.launch.config import parse_recipe
 from rolemesh.placement.cluster import ClusterSpec
@@ -31,6 +32,7 @@ placement: split
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("check")
     tiny_checkpoint(root / "actor")
+    tiny_checkpoint(root / "wide", heads=2, kv_heads=2)  # heads of 32, that vLLM takes on a CPU
     tiny_checkpoint(root / "scorer", head="score")
     rows = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(20)]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n\n")
@@ -62,6 +64,19 @@ def test_a_recipe_that_can_run_has_no_problems_and_shows_its_plan_and_arithmetic
         "mini-batches: 2 of 6 and 1 of 4 samples; x 1 epochs = 3 updates per step",
     ):
         assert line in report.lines
+
+
+def test_staleness_that_overlaps_nothing_gets_a_note(folder):
+    together = check(folder, "schedule.staleness=1")
+    assert together.problems == []
+    (note,) = [note for note in together.notes if "staleness" in note]
+    assert "schedule.staleness is 1, but rollout and actor take turns on pool actor_side" in note
+    assert not [
+        n for n in check(folder, "schedule.staleness=1", "placement=standalone").notes if "stale" in n
+    ]
+    assert not [n for n in check(folder).notes if "staleness" in n]
+    lines = check(folder, "schedule.staleness=1", "batch.mini_batch_samples=null").lines
+    assert any("algorithm.rollout_correction (weights: token) is for" in line for line in lines)
 
 
 def test_micro_batches_per_rank_are_counted_at_full_and_at_expected_lengths(folder):
@@ -229,13 +244,16 @@ def test_a_live_cluster_of_another_device_kind_is_refused(folder, monkeypatch):
     [path for path in sorted(EXAMPLES.glob("*.yaml")) if "actor:" in path.read_text()],
     ids=lambda path: path.name,
 )
-def test_every_example_passes_the_check_with_models_of_its_form(folder, path: Path):
+def test_every_example_passes_the_check_with_models_of_its_form(folder, path: Path, monkeypatch):
     files = {"data.train_files": "train.jsonl", "data.val_files": "train.jsonl"}
     models = {"actor.path": "actor", "critic.path": "scorer", "reward.path": "scorer"}
     text = path.read_text()
     wanted = {**files, **models} if "critic:" in text else {**files, "actor.path": "actor"}
     if "protocol:" in text:  # the reward model is a service
         wanted.pop("reward.path")
+    if "engine: vllm" in text:
+        wanted["actor.path"] = "wide"
+        monkeypatch.setattr(engine_check, "find_spec", lambda package: True)
     overrides = [f"{key}={folder / name}" for key, name in wanted.items()]
     report = check_recipe(parse_recipe(text, path.parent, overrides))
     assert report.problems == []

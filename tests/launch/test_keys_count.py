@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 from transformers import AutoTokenizer
 
 from rolemesh.engine import loggers
-from rolemesh.launch import check, train
+from rolemesh.launch import check, engine_check, train
 from rolemesh.launch.config import parse_recipe, value_at
 from rolemesh.launch.fields import Key, RecipeError, declared, section_of, without_none
 from rolemesh.launch.schema import Recipe
@@ -73,7 +73,8 @@ placement:
     other: {roles: [critic, reward], share: 1/2}
 """
 ON_RAY = PPO.replace("device: cpu", "address: 10.0.0.1:6379") + POOLS
-BASES = (PPO, GRPO, ON_RAY, SERVICES, RUBRIC, PAIRWISE)
+VLLM = GRPO.replace("actor: policy", "actor: wide") + "rollout: vllm\n"
+BASES = (PPO, GRPO, ON_RAY, SERVICES, RUBRIC, PAIRWISE, VLLM)
 NAMED = {"placement.pools": ON_RAY, "reward.judge.criteria": RUBRIC, "reward.parts": COMPOSITE}
 CHANGES = {
     "run.dir": "elsewhere",
@@ -118,6 +119,7 @@ CHANGES = {
     "reward.parts.NAME.weight": "3",
     "ref.endpoints": "http://other:1",
     "ref.token_env": "NO_SUCH_VARIABLE",
+    "rollout.memory_share": "0.4",
     "placement.plan": "none.yaml",
     **{f"placement.pin.{strength}": "[actor sideways]" for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.roles": "[actor, rollout]",
@@ -135,6 +137,7 @@ SAVED = ["run.save_every=2", "run.validate_every=2", "run.keep_last=2"]
 WITH = {
     "reward.parts.NAME.kind": ["reward.parts.NAME.path=null"],
     "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
+    "rollout.partial_share": ["rollout.partial=true"],
     "run.keep_last": ["run.save_every=2"],
     "run.keep_best": SAVED,
     "run.best_metric": [*SAVED, "run.keep_best=1"],
@@ -180,6 +183,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [("policy", "lm"), ("other", "lm"), ("scorer", "score"), ("other_scorer", "score")]
     ):
         tiny_checkpoint(root / name, head=head, seed=seed)
+    tiny_checkpoint(root / "wide", heads=2)  # heads of 32, that vLLM takes on a CPU
     for name, texts in (("train", "abcdef"), ("val", "ghi")):
         rows = [{"prompt": text * 3, "text": text} for text in texts]
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -224,6 +228,7 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         patch.setattr(AutoTokenizer, "from_pretrained", functools.cache(AutoTokenizer.from_pretrained))
         patch.setattr(check, "live_cluster", lambda address: LIVE)
         patch.setattr(loggers, "installed", lambda package: True)
+        patch.setattr(engine_check, "find_spec", lambda package: True)
         patch.setenv("WANDB_API_KEY", "a-key-for-this-test")
         patch.setattr(check, "read_checkpoint", functools.cache(check.read_checkpoint))
         yield run

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rolemesh.launch.check import check_recipe
 from rolemesh.launch.cli import _instead, main
-from rolemesh.launch.config import load_recipe, parse_recipe
+from rolemesh.launch.config import load_recipe
 from rolemesh.launch.plan import as_planned, not_runnable, plan_on, read_plan_file
 from rolemesh.placement.cluster import ClusterSpec, NodeSpec
 from rolemesh.placement.plan import PlacementPlan
@@ -233,7 +233,7 @@ def test_train_takes_a_plan_in_the_place_of_the_recipes_placement(small: Path, t
     assert report.plan.layout_of("actor").tp == 2
     assert report.plan.order["critic_side"] == ("values", "reward", "advantage", "update_critic")
     planned = as_planned(recipe, report.plan)
-    assert (planned.actor.micro_batch_tokens, planned.actor.recompute) == (3 * 32, True)
+    assert (planned.actor.micro_batch_tokens, planned.actor.recompute) == (3 * 32, "full")
     assert planned.rollout.max_batch_tokens == 2 * 32
     assert planned.critic == recipe.critic
 
@@ -270,13 +270,7 @@ def test_a_plan_and_a_live_cluster_that_differ_are_both_named(small: Path, tmp_p
 
 def test_what_the_workers_cannot_do_is_said(small: Path, tmp_path: Path):
     path = plan_file(small, tmp_path)
-    path.write_text(path.read_text() + "settings:\n  critic: {recompute: selective}\n")
+    path.write_text(path.read_text() + "settings:\n  critic: {recompute: ops}\n")
     assert list(not_runnable(read_plan_file(path))) == [
-        "the plan recomputes critic selectively, which is not in this version: use none or full"
+        "the plan recomputes critic's ops, which our workers do not: use none, selective or full"
     ]
-
-
-def test_an_engine_that_is_planned_only_is_a_problem_for_check(small: Path):
-    recipe = parse_recipe(small.read_text(), small.parent, ["rollout.engine=vllm", "rollout.layout.tp=2"])
-    report = check_recipe(recipe)
-    assert any("rollout.engine vllm is planned, not run in this version" in said for said in report.problems)

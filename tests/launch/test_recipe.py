@@ -142,7 +142,7 @@ def test_steps_and_epochs_exclude_each_other():
 @pytest.mark.parametrize(
     "override",
     [
-        "ref.stream=true", "schedule.staleness=1",
+        "ref.stream=true",
         "placement.pools.actor_side.python=py",
     ],
 )  # fmt: skip
@@ -169,6 +169,24 @@ def test_the_best_checkpoint_needs_a_score_of_each_step_that_is_saved():
 
 def test_ppo_without_a_critic_is_an_error_and_no_silent_copy():
     assert "critic.path is missing" in error_of(PPO, "critic=null")
+
+
+def test_generating_ahead_needs_overlap_and_prompts_that_no_score_decides():
+    assert parse_recipe(GRPO, Path("/there"), ["schedule.staleness=2"]).schedule.staleness == 2
+    message = error_of(GRPO, "schedule.staleness=1", "schedule.overlap=false")
+    assert "schedule.overlap is false: leave overlap true, or staleness 0" in message
+    message = error_of(GRPO, "schedule.staleness=1", "algorithm.dynamic_sampling=true")
+    assert "draws a step's prompts by the scores of those before: use staleness 0" in message
+    assert "must be at least 0" in error_of(GRPO, "schedule.staleness=-1")
+
+
+def test_samples_older_than_the_weights_are_weighted_unless_said_otherwise():
+    def weights(*overrides: str) -> str | None:
+        return parse_recipe(GRPO, Path("/there"), overrides).algorithm.rollout_correction.weights
+
+    assert weights() == "none"
+    assert weights("schedule.staleness=1") == "token"
+    assert weights("schedule.staleness=1", "algorithm.rollout_correction.weights=none") == "none"
 
 
 def test_grpo_needs_samples_to_compare():

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from gloo import run_ranks
 from hf_reference import random_batch
 from megatron.core import dist_checkpointing
-from parallel_runs import build, exported, infer_log_probs, total_loss, train_policy
+from parallel_runs import build, exported, infer_log_probs, save, total_loss, train_policy
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -25,21 +24,6 @@ from rolemesh.placement.layout import Layout
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 OPTIM = OptimConfig(lr=1e-3, schedule="cosine", total_steps=10, warmup_steps=2)
 BATCH = random_batch(6)
-
-
-def save(model, folder: Path) -> None:
-    """A whole save, as the driver of a run leads it."""
-    if dist.get_rank() == 0:
-        folder.mkdir()
-    dist.barrier()
-    saving = ShardSave(model, folder)
-    saving._thread.join(60)
-    assert saving.progress().done, saving.progress().error
-    results = [None] * dist.get_world_size()
-    dist.all_gather_object(results, saving.progress().results)
-    if dist.get_rank() == 0:
-        saving.finish(results)
-    dist.barrier()
 
 
 def next_update(model):

@@ -56,9 +56,9 @@ def run_all(rank: int, world: int, path: Path, layout: Layout) -> dict[str, Any]
         "tp": model.coords.tp,
         "rows": rows,
         "logits": [
-            (rows[row], out["logits"][i, : part.lengths[i]])
+            (rows[int(row)], out["logits"][0, start : start + length])
             for part, out in zip(parts, outputs or [], strict=outputs is not None)
-            for i, row in enumerate(part.rows.tolist())
+            for row, start, length in zip(part.rows, part.bounds, part.lengths, strict=False)
         ],
         "log_prob": log_prob,
         "grad_norm": result.grad_norm,

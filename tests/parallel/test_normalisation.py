@@ -74,8 +74,9 @@ def critic_update(rank: int, world: int, path: Path, layout: Layout, batch: Batc
     model = build(path, layout, head="value", optim=OPTIM)
 
     def loss(values: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        index = response_index(micro_batch.attention_mask, batch.response_width)
-        error = index.scatter(index.gather(values)) - micro_batch.columns["weights"]
+        index = response_index(micro_batch, batch.response_width)
+        (found,) = model.at(values, micro_batch, index.previous, lambda found, _: (found,))
+        error = index.scatter(found) - micro_batch.columns["weights"]
         mask = micro_batch.attention_mask[:, -batch.response_width :]
         value = (error.square() * mask).sum() / batch.n_tokens
         return value, {"loss": value.detach()}

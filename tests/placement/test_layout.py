@@ -117,12 +117,6 @@ def test_kv_heads_may_be_split_or_copied():
     Layout(tp=8).check(SHAPE_40_8)
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep", "etp", "vpp"])
-def test_axes_that_are_not_built_yet_are_refused(axis):
-    with pytest.raises(LayoutError, match=f"{axis}=2 is not supported yet"):
-        Layout(**{axis: 2}).check(SHAPE_40_8)
-
-
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(LayoutError, match=r"pp=5 .* the model has 4 layers"):
         Layout(pp=5).check(SHAPE_40_8)
@@ -153,8 +147,59 @@ def test_planning_asks_only_whether_the_model_can_be_cut(layout, message):
 def test_what_is_planned_for_may_be_more_than_what_runs():
     layout = Layout(tp=8, cp=2, dp=2, pp=2, vpp=4, ep=8, etp=2)  # tp does not divide ffn: no layer is dense
     layout.check_cut(MIXTURE)
-    with pytest.raises(LayoutError, match="mixtral models can be planned for but not run yet"):
-        layout.check(MIXTURE)
+    glm = dataclasses.replace(MIXTURE, family="glm4_moe")
+    with pytest.raises(LayoutError, match="glm4_moe models can be planned for but not run yet"):
+        layout.check(glm)
     dense = dataclasses.replace(MIXTURE, moe=None)
     with pytest.raises(LayoutError, match="ep=8, etp=2 cuts experts, and the model has none"):
         layout.check_cut(dense)
+
+
+def test_experts_are_whole_or_cut_over_tp_and_tp_needs_sequence_parallel():
+    Layout(dp=4, ep=4).check(MIXTURE)
+    Layout(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True).check(MIXTURE)
+    with pytest.raises(
+        LayoutError, match="etp=2 is not supported: experts are whole, or cut over tp: 1 or tp=4"
+    ):
+        Layout(tp=4, etp=2, sequence_parallel=True).check(MIXTURE)
+    with pytest.raises(LayoutError, match="with tp=2 needs sequence_parallel: true"):
+        Layout(tp=2, ep=2).check(MIXTURE)
+    shared = dataclasses.replace(MIXTURE, moe=dataclasses.replace(EXPERTS, shared_ffn=49))
+    with pytest.raises(LayoutError, match="tp=2 does not divide the 49 columns of the shared experts"):
+        Layout(tp=2).check_cut(shared)
+
+
+def test_experts_spread_over_a_stages_ranks():
+    layout = Layout(tp=2, dp=4, pp=2, ep=2, etp=2)
+    assert layout.expert_grid[0].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert layout.expert_coords(11) == (1, 0, 1, 1)
+    assert layout.expert_groups("edp")[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.expert_groups("ep", "etp")[0] == [0, 1, 2, 3]
+    assert [layout.rank(layout.coords(rank)) for rank in range(16)] == list(range(16))
+    with pytest.raises(LayoutError, match="rank 16 is outside"):
+        layout.expert_coords(16)
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"pp": 2, "pp_layers": [3]}, r"pp_layers \[3\] are for 1 parts of a pipeline, pp=2 has 2"),
+        ({"pp": 2, "vpp": 2, "pp_layers": [1, 1]}, "pp=2 x vpp=2 has 4"),
+        ({"pp": 2, "pp_layers": [4, 0]}, "at least 1"),
+        ({"pp": 2, "pp_layers": 4}, "whole numbers"),
+    ],
+)
+def test_uneven_stages_are_checked(pins, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout(**pins)
+
+
+def test_stages_have_the_layers_that_are_given_or_even_ones():
+    assert Layout(pp=2).stages(7) == [[range(0, 4)], [range(4, 7)]]
+    assert Layout(pp=2, pp_layers=(1, 6)).stages(7) == [[range(0, 1)], [range(1, 7)]]
+    interleaved = Layout(pp=2, vpp=2, pp_layers=(1, 1, 3, 2))
+    assert interleaved.stages(7) == [[range(0, 1), range(2, 5)], [range(1, 2), range(5, 7)]]
+    assert str(interleaved) == "pp=2 vpp=2 pp_layers=1+1+3+2"
+    with pytest.raises(LayoutError, match="are 7 layers, the model has 4"):
+        interleaved.check(SHAPE_40_8)
+    Layout(pp=2, vpp=2, cp=2).check(SHAPE_40_8)

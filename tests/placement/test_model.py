@@ -10,6 +10,7 @@ from rolemesh.placement.model import (
     LatentAttention,
     ModelError,
     ModelShape,
+    Router,
     padded_vocab,
     stage_layers,
 )
@@ -272,7 +273,8 @@ def test_layers_with_experts_follow_every_familys_rule():
     assert qwen.n_dense_layers == 4
     deepseek = ModelShape.from_config({**sizes, **LATENT, "model_type": "deepseek_v3", "n_shared_experts": 2})
     assert deepseek.moe_layers == (0, 1, 2, 3, 4, 5)
-    assert deepseek.moe == Experts(8, 2, 40, shared_ffn=80)
+    router = Router("sigmoid", scale=2.5, bias=True, n_groups=2, top_groups=1, group_best=2)
+    assert deepseek.moe == Experts(8, 2, 40, shared_ffn=80, router=router)
     assert deepseek.latent == LatentAttention(28, 12, 20, 18, 36)
 
 
@@ -284,18 +286,70 @@ def test_mistral_looks_back_a_window():
 
 @pytest.mark.parametrize(
     ("family", "config"),
-    [("mixtral", REAL["Mixtral-8x7B"][0]), ("deepseek_v3", REAL["DeepSeek-V3"][0])],
+    [("qwen2_moe", REAL["Qwen1.5-MoE-A2.7B"][0]), ("glm4_moe", REAL["GLM-4.5-Air"][0])],
 )
 def test_models_that_can_only_be_planned_for_are_not_run(family, config):
     shape = ModelShape.from_config(config)
-    message = f"{family} models can be planned for but not run yet: the workers build llama, qwen2, qwen3"
+    message = f"{family} models can be planned for but not run yet: the workers build llama, mistral, qwen2"
     with pytest.raises(ModelError, match=message):
         shape.check_runnable()
     with pytest.raises(LayoutError, match=message):
         Layout().check(shape)
     with pytest.raises(ModelError, match="llama with a mixture of experts cannot be run"):
         ModelShape("llama", 2, 8, 16, 2, 2, 4, 32, 64, moe=Experts(4, 2, 16)).check_runnable()
-    ModelShape.from_config(REAL["Llama-3-70B"][0]).check_runnable()
+    for runs in ("Llama-3-70B", "Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3"):
+        ModelShape.from_config(REAL[runs][0]).check_runnable()
+
+
+def test_biases_that_no_layer_here_has_are_refused_by_name():
+    with pytest.raises(ModelError, match="llama with biases of its output or feed-forward cannot be run"):
+        ModelShape.from_config({**SIZES, "model_type": "llama", "mlp_bias": True}).check_runnable()
+    latent = {**SIZES, **LATENT, "model_type": "deepseek_v3", "n_shared_experts": 1, "attention_bias": True}
+    with pytest.raises(ModelError, match="biases of latent attention cannot be run"):
+        ModelShape.from_config(latent).check_runnable()
+
+
+@pytest.mark.parametrize(
+    ("config", "feature"),
+    [
+        (transformers.Gemma2Config(), "soft-capped attention scores and logits"),
+        (transformers.Gemma3TextConfig(), "norms around each part"),
+        (transformers.GptOssConfig(), "attention sinks"),
+        (transformers.GemmaConfig(), "norms that multiply by 1"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_families_with_other_maths_are_refused_naming_it(config, feature):
+    with pytest.raises(
+        ModelError, match=f"model_type '{config.model_type}' is not supported: it has.*{feature}"
+    ):
+        ModelShape.from_config(config.to_dict())
+
+
+def test_routers_follow_every_familys_rule():
+    mixtral = ModelShape.from_config(REAL["Mixtral-8x7B"][0])
+    assert mixtral.moe.router == Router()
+    qwen = {**SIZES, **EXPERTS, "model_type": "qwen3_moe"}
+    assert not ModelShape.from_config(qwen).moe.router.norm
+    assert ModelShape.from_config({**qwen, "norm_topk_prob": True}).moe.router.norm
+    v2 = {
+        **SIZES,
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 16.0,
+    }
+    assert ModelShape.from_config(v2).moe.router == Router(norm=False, scale=16.0)
+    grouped = ModelShape.from_config({**v2, "topk_method": "group_limited_greedy"}).moe.router
+    assert (grouped.n_groups, grouped.top_groups, grouped.group_best) == (2, 1, 1)
+    for keys, message in (
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ({"norm_topk_prob": True}, "deepseek_v2 with norm_topk_prob"),
+        ({"rope_interleave": False}, "rope_interleave false"),
+        ({"topk_method": "group_limited_greedy", "n_group": 3}, "3 groups do not divide the 8 experts"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            ModelShape.from_config({**v2, **keys})
 
 
 def test_experts_that_cannot_be_are_refused():

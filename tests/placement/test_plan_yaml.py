@@ -163,6 +163,19 @@ def test_the_order_is_checked_against_the_step():
         replace(PLAN, order={"left": late}).check_order(GRAPH)
 
 
+def test_with_staleness_an_order_is_one_of_a_period():
+    """Generation is for the next step: it may come after the update of this one, but before the transfer."""
+    late = replace(
+        PLAN, order={"left": ("old_log_prob", "ref_log_prob", "update_actor", *ORDER["left"][::4])}
+    )
+    late.check_order(GRAPH, staleness=1)
+    with pytest.raises(PlacementError, match="no step can run in this order"):
+        late.check_order(GRAPH)
+    swapped = (*ORDER["left"][1:], "generate")
+    with pytest.raises(PlacementError, match="sync_weights waits for generate"):
+        replace(PLAN, order={"left": swapped}).check_order(GRAPH, staleness=2)
+
+
 def _cluster(*nodes):
     return ClusterSpec(tuple(nodes))
 

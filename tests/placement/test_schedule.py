@@ -188,5 +188,5 @@ def test_twelve_operations_that_all_compete_are_ordered_at_once():
 def test_seconds_that_do_not_match_are_named():
     with pytest.raises(ScheduleError, match="'values' needs seconds of at least 0, got None"):
         best_order(PPO, {k: v for k, v in SECONDS.items() if k != "values"}, {})
-    with pytest.raises(ScheduleError, match="staleness is 0 or 1 steps, got 2"):
-        best_order(PPO, SECONDS, {}, staleness=2)
+    with pytest.raises(ScheduleError, match="staleness is a number of steps, 0 or more, got -1"):
+        best_order(PPO, SECONDS, {}, staleness=-1)

@@ -11,7 +11,13 @@ import pytest
 
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.schedule import best_order, waits_for
-from rolemesh.placement.simulator import SimulatedPool, SimulationError, sample_range, simulate
+from rolemesh.placement.simulator import (
+    SimulatedPool,
+    SimulationError,
+    sample_range,
+    simulate,
+    simulate_period,
+)
 from rolemesh.placement.steps import step_graph
 from rolemesh.placement.timeline import Span
 
@@ -83,6 +89,50 @@ def test_one_step_off_works_on_the_step_before():
     assert best.makespan_s == 32.0
 
 
+def test_two_steps_off_a_short_generation_makes_up_for_a_long_one():
+    """Generation takes 40 s and 4 s in turn, the rest 26.5 s, the transfer 2 s."""
+    pools = (
+        SimulatedPool("generate", ("rollout",)),
+        SimulatedPool("train", ("actor", "ref", "critic", "reward")),
+    )
+
+    def seconds(name: str, step: int, seed: int) -> float:
+        return SECONDS[name] if name != "generate" else 4.0 if step % 2 else 40.0
+
+    one = simulate(PPO, seconds, pools, steps=5, staleness=1)
+    assert one.period_s == (40.0, 28.5, 42.0, 28.5, 42.0, 28.5)
+    two = simulate(PPO, seconds, pools, steps=5, staleness=2)
+    assert two.period_s == (40.0, 55.0, 55.0, 26.5)  # two steps each, and the transfer; the last has none
+    assert times(two.timeline.spans, 2)["generate"] == (44.0, 84.0)
+    assert [s.args["step"] for s in two.timeline.spans if s.name == "sync_weights" and s.role == "actor"] == [
+        1,
+        3,
+    ]
+
+
+def test_with_staleness_a_reward_takes_the_samples_of_the_next_step_as_they_are_made():
+    graph = step_graph("grpo", reward="function", kl_in="loss")
+    pools = (SimulatedPool("generate", ("rollout",)), SimulatedPool("train", ("actor", "ref")))
+    spans = simulate(graph, SECONDS, pools, steps=2, staleness=1, parts=5).timeline.spans
+    # A period ends with the last score: generation goes from 10.2 s to 20.2 s.
+    assert times(spans, 1)["reward"] == (12.2, pytest.approx(20.4))
+    assert times(spans, 0)["advantage"] == pytest.approx((15.2, 15.7))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_period_is_a_step_in_the_long_run(staleness: int):
+    pools = (
+        SimulatedPool("generate", ("rollout",)),
+        SimulatedPool("train", ("actor", "ref", "critic", "reward")),
+    )
+    seconds = {**SECONDS, "generate": 30.0}
+    period = simulate_period(PPO, seconds, pools, staleness=staleness)
+    assert period.total_s == (32.0 if staleness else 58.5)
+    assert len(period.timeline.spans) == len(PPO.operations) + 1
+    assert period.busy_s == {"generate": 32.0, "train": 28.5}
+    assert min(span.start_s for span in period.timeline.spans) == 0.0
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_best_order_plays_as_it_was_scheduled(staleness: int):
     rng = random.Random(staleness)
@@ -121,7 +171,7 @@ def recorded_spans(graph: StepGraph, pool_of: dict[str, SimulatedPool]) -> list[
     batch_ref = import_module("rolemesh.engine.batch_ref")
     clock = iter(range(1000))
     written = SimpleNamespace(
-        meta_info={}, n_rows=0, tokens=None, columns={}, select=lambda names: batch_ref.BatchRef({}, 0)
+        meta_info={}, n_rows=0, tokens=None, columns=(), select=lambda names: batch_ref.BatchRef({}, 0)
     )
 
     def call(operation, pool: SimulatedPool):

@@ -9,10 +9,11 @@ from rolemesh.placement.model import ModelShape
 
 def weight_map(shape: ModelShape) -> WeightMap:
     """Qwen3's weight map."""
-    return decoder_map(shape, _head_norms)
+    return decoder_map(shape, head_norms)
 
 
-def _head_norms(shape: ModelShape, prefix: str) -> Mapping[str, Rule]:
+def head_norms(shape: ModelShape, prefix: str) -> Mapping[str, Rule]:
+    """Norms of a layer's query and key heads."""
     q_norm = HfTensor(f"{prefix}self_attn.q_norm.weight", (shape.head_dim,))
     k_norm = HfTensor(f"{prefix}self_attn.k_norm.weight", (shape.head_dim,))
     return {

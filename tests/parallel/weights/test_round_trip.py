@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rolemesh.parallel import cpu_device
 from rolemesh.parallel.groups import make_groups
-from rolemesh.parallel.micro_batches import MicroBatch
+from rolemesh.parallel.micro_batches import pack
 from rolemesh.parallel.model import ParallelModel
 from rolemesh.parallel.weights import (
     CheckpointError,
@@ -49,8 +49,8 @@ def exported(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
 def outputs(model: ParallelModel) -> Tensor | None:
     """Logits [2, 12, vocab], or values [2, 12]; None before the last stage."""
     rows, width = TOKENS.shape
-    batch = MicroBatch(torch.arange(rows), TOKENS, torch.full((rows,), width), TOKENS, {})
-    results = model.infer([batch], lambda output, _: {"output": output})
+    batch = pack(TOKENS, torch.ones_like(TOKENS), {}, range(rows))
+    results = model.infer([batch], lambda output, _: {"output": output[0].unflatten(0, (rows, width))})
     if results is None or model.head == "value":
         return results and results[0]["output"]
     part = logits(model, results[0]["output"])

@@ -72,7 +72,7 @@ def test_ppo_settings_are_said_in_our_words():
     assert recipe["data"]["overlong"] == "truncate"
     actor, critic = recipe["actor"], recipe["critic"]
     assert actor["layout"] == {"tp": 8, "pp": 2, "sequence_parallel": True}
-    assert (actor["recompute"], actor["micro_batch_tokens"]) == (True, 2 * 3072)
+    assert (actor["recompute"], actor["micro_batch_tokens"]) == ("full", 2 * 3072)
     assert (actor["optim"]["lr"], critic["optim"]["lr"]) == (1e-6, 1e-5)
     assert critic["layout"] == {"tp": 4, "pp": 4, "sequence_parallel": True}
     assert recipe["ref"] == {

@@ -64,15 +64,40 @@ def test_what_is_to_be_run_is_only_what_the_workers_run(devices):
     for role in request.roles:
         for cost in costs.options(role, devices):
             cost.option.layout.check(LLAMA_1B)
-            assert not cost.option.offload
             assert cost.option.recompute in ("none", "full")
             if role == "rollout":
                 assert cost.option.layout == Layout(dp=devices.world)
+                assert not cost.option.offload
 
 
-def test_a_mixture_of_experts_is_not_run_but_planned():
-    assert not PlannerCosts(ppo("1 x h100x8", MIXTRAL)).options("actor", NODE)
-    found = PlannerCosts(ppo("1 x h100x8", MIXTRAL, runnable=False)).options("actor", NODE)
+def test_states_of_our_workers_may_wait_on_the_host_and_layers_interleave():
+    request = ppo("2 x h100x8", changes={"critic": {"pins": {"pp": 4}}})
+    options = [cost.option for cost in PlannerCosts(request, keep=("offload", "vpp")).options("critic", NODE)]
+    assert {option.offload for option in options} == {False, True}
+    assert {option.layout.vpp for option in options} > {1}
+
+
+def test_uneven_stages_hold_in_every_option():
+    pins = {"pp": 2, "pp_layers": [7, 9]}
+    found = PlannerCosts(ppo("1 x h100x8", changes={"actor": {"pins": pins}})).options("actor", NODE)
+    assert {cost.option.layout.pp_layers for cost in found} == {(7, 9)}
+
+
+def test_adapters_need_less_than_the_whole_model():
+    pinned = {"pins": {"tp": 1, "pp": 1}, "offload": False}
+    small, large = (
+        min(
+            cost.resident
+            for cost in PlannerCosts(ppo("1 x h100x8", changes={"actor": mine})).options("actor", ONE)
+        )
+        for mine in ({**pinned, "lora_rank": 8}, pinned)
+    )
+    assert small < large / 4
+
+
+@pytest.mark.parametrize("runnable", [True, False])
+def test_experts_of_a_mixture_may_be_spread(runnable):
+    found = PlannerCosts(ppo("1 x h100x8", MIXTRAL, runnable=runnable)).options("actor", NODE)
     assert {cost.option.layout.ep for cost in found} > {1}
 
 
@@ -243,9 +268,18 @@ def test_roles_that_the_step_lacks_are_refused():
 
 def test_long_sequences_may_be_cut_over_context_parallel_ranks():
     long = Workload(16, Fixed(1024), Fixed(64_000))
-    found = layouts(ppo("1 x h100x8", workload=long, runnable=False), "actor", NODE)
+    found = layouts(ppo("1 x h100x8", workload=long), "actor", NODE)
     assert {layout.cp for layout in found} >= {1, 2, 4, 8}
-    assert {layout.cp for layout in layouts(ppo("1 x h100x8", workload=long), "actor", NODE)} == {1}
+
+
+def test_experts_are_spread_as_the_workers_run_them():
+    found = layouts(ppo("1 x h100x8", MIXTRAL), "actor", NODE)
+    for layout in found:
+        layout.check(MIXTRAL)
+    assert {(layout.ep, layout.etp) for layout in found} >= {(1, 1), (2, 1), (8, 1), (2, 2)}
+    pinned = {"actor": {"pins": {"sequence_parallel": False}}}
+    found = layouts(ppo("1 x h100x8", MIXTRAL, changes=pinned), "actor", NODE)
+    assert {layout.tp for layout in found} == {1}
 
 
 def test_options_do_not_depend_on_what_was_asked_before():

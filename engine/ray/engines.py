@@ -1,0 +1,145 @@
+"""A generation engine as a Ray actor of its own, beside the worker that drives it.
+
+It stands on the worker's bundle and takes no share of it: the worker holds the device, the engine uses it. It
+ends with the worker, whatever ends that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rolemesh.engine.errors import CallTimeout
+from rolemesh.engine.named_tensors import NamedTensors, NamedTensorsRef
+from rolemesh.engine.ray.blocks import fetch_array
+from rolemesh.engine.rollout.requests import Request, Sample
+from rolemesh.engine.rollout.sampling import RolloutError
+from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine
+
+START_S = 900.0  # on a GPU vLLM compiles and captures graphs
+
+
+class EngineDied(RuntimeError):
+    """The engine's process is gone, or vLLM failed in it; another one may do what this one was asked."""
+
+
+class EngineHost:
+    """Body of the actor; one thread runs the engine, another may abort meanwhile."""
+
+    def __init__(self, spec: EngineSpec, devices: Sequence[str], threads: int) -> None:
+        if devices:  # Ray shows an actor that takes no share no device
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+        self._spec = spec
+        self._engine: VLLMEngine | None = None
+
+    def start(self) -> int:
+        """Make the engine; the process id."""
+        self._engine = VLLMEngine(self._spec)
+        return os.getpid()
+
+    def load_weights(self, weights: NamedTensorsRef, version: int) -> None:
+        self._started.load_weights(NamedTensors(weights, fetch_array), version)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        yield from self._started.generate(requests)
+
+    def sleep(self) -> None:
+        self._started.sleep()
+
+    def abort(self) -> None:
+        self._started.abort()
+
+    @property
+    def _started(self) -> VLLMEngine:
+        assert self._engine is not None
+        return self._engine
+
+
+class EngineProcess:
+    """The handle of a worker on its engine; `start` makes the process.
+
+    Every method raises EngineDied where the process or vLLM in it failed, and RolloutError where it was asked
+    for what no engine would do.
+
+    Args:
+        name: in messages.
+        bundle: of the worker's placement group.
+        devices: those of all ranks that the engine is cut over; empty on a CPU.
+        timeout_s: limit of each call but a generation, which has that of the operation it is part of.
+    """
+
+    def __init__(
+        self, name: str, spec: EngineSpec, bundle: int, devices: Sequence[str], threads: int, timeout_s: float
+    ) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        actor = ray.remote(concurrency_groups={"compute": 1, "control": 1})(EngineHost)  # type: ignore[call-overload]
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        if (group := ray.util.get_current_placement_group()) is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+            )
+        self._actor = actor.options(**options).remote(spec, tuple(devices), threads)
+        self.pid: int | None = None
+
+    def start(self) -> None:
+        """Wait for the engine to be ready."""
+        self.pid = self._call("start", limit_s=START_S)
+
+    def load_weights(self, weights: NamedTensorsRef, version: int) -> None:
+        """Replace the engine's weights; it fetches them itself."""
+        self._call("load_weights", weights, version)
+
+    def sleep(self) -> None:
+        """Give the devices' memory back until the next call."""
+        self._call("sleep")
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        """Samples as they end."""
+        method = self._actor.generate.options(num_returns="streaming", concurrency_group="compute")
+        stream = method.remote(list(requests))
+        while True:
+            with self._failures():
+                try:
+                    samples = ray.get(next(stream))
+                except StopIteration:
+                    return
+            yield samples
+
+    def abort(self) -> None:
+        """Let the running `generate` end; does not wait for that."""
+        self._call("abort", thread="control")
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+
+    def _call(self, method: str, *args: Any, limit_s: float | None = None, thread: str = "compute") -> Any:
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        ref = getattr(self._actor, method).options(concurrency_group=thread).remote(*args)
+        with self._failures():
+            try:
+                return ray.get(ref, timeout=limit_s)
+            except GetTimeoutError:
+                raise CallTimeout(f"{self._name}: {method} not done within {limit_s:g} s") from None
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Ray's errors as ours."""
+        try:
+            yield
+        except RayActorError as error:
+            raise EngineDied(f"{self._name} died: {' '.join(str(error).split())}") from error
+        except RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), RolloutError):
+                raise cause from None
+            raise EngineDied(f"{self._name} failed: {error}") from error

@@ -1,0 +1,200 @@
+"""The rollout role with vLLM: the first rank of each replica drives an engine on the replica's devices."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from rolemesh.engine.batch_ref import BatchRef
+from rolemesh.engine.dispatch import Dispatch, register
+from rolemesh.engine.named_tensors import NamedTensors
+from rolemesh.engine.parts import Part
+from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.ray.engines import EngineDied, EngineProcess
+from rolemesh.engine.rollout.requests import Rows, Sample
+from rolemesh.engine.rollout.sampling import RolloutError
+from rolemesh.engine.rollout.vllm import EngineSpec
+from rolemesh.engine.worker import Worker
+from rolemesh.engine.workers.baseline import as_baseline, as_prompts, prompts_once
+from rolemesh.placement.steps.operations import SEQUENCES
+
+MOST_PARTS = 16  # of one call on one replica: finished samples wait for so many of them
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VLLMRolloutSpec:
+    """The engine, and how often one call may replace a replica's by a new one."""
+
+    engine: EngineSpec
+    restarts: int = 3
+
+
+class VLLMRolloutWorker(Worker):
+    """One rank of the rollout role. The first of a replica has the engine; the others hold devices for it.
+
+    The engine's weights come from the actor, by `load_weights`, before the first use, and stay in the object
+    store for an engine that has to take another's place.
+    """
+
+    def __init__(self, spec: VLLMRolloutSpec) -> None:
+        self.spec = spec
+        self.version = -1
+        self.n_restarts = 0
+        self._engine: EngineProcess | None = None
+        self._weights: NamedTensors | None = None
+        self._devices: list[str] = []
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank drives its replica's engine."""
+        return self.rank == self.layout.collect_rank(self.layout.coords(self.rank).dp)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Start the engines, without weights. Raises RolloutError for a replica on several nodes."""
+        mine = (self.context.node, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        places = [mine] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(places, mine)
+        ranks = self.layout.replica(self.layout.coords(self.rank).dp)
+        if len(nodes := sorted({places[rank][0] for rank in ranks})) > 1:
+            raise RolloutError(
+                f"a vLLM engine stays on one node; that of ranks {ranks} would be on {', '.join(nodes)}: use "
+                f"a smaller rollout.layout.tp than {self.layout.tp}, or a pool with a multiple of it on each"
+            )
+        if self.leads:
+            if self.device.type == "cuda":
+                self._devices = [places[rank][1] for rank in ranks]
+            self._start()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, weights: NamedTensors, version: int | None = None) -> None:
+        """Take the actor's weights, all of them. `version` numbers them; without, each is one more than the
+        last.
+        """
+        self.version = self.version + 1 if version is None else version
+        if self.leads:
+            self._weights, self.n_restarts = weights, 0
+            self.context.notes["received_bytes"] = weights.handle.nbytes  # by the engine
+            self._surely(lambda engine: engine.load_weights(weights.handle, self.version))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True, materialize_futures=False)
+    def generate_sequences(self, prompts: BatchRef, greedy: bool = False) -> Iterator[Part]:
+        """One response per row: the columns of `Rows.columns`, finished rows first. `greedy` takes the
+        likeliest token. Rows of an earlier result that are not finished are continued.
+        """
+        if self.leads:
+            yield from self._generate(self.context.fetch(prompts), greedy)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_baseline(self, samples: DataProto) -> DataProto | None:
+        """The likeliest answer to each sample's prompt: `baseline_responses`, `baseline_input_ids`, ..."""
+        if not self.leads:
+            return None
+        once, own = prompts_once(samples)
+        parts = list(self._generate(as_prompts(once), greedy=True))
+        rows = torch.tensor([row for part in parts for row in part.rows])
+        answers = DataProto.concat([part.data.select(list(SEQUENCES)) for part in parts])
+        return as_baseline(answers.select_idxs(rows.argsort()), own)
+
+    def abort(self) -> None:
+        """Stop the responses that are being written: the running call returns them as they are."""
+        if not self.spec.engine.partial:
+            raise RolloutError("responses are not stopped halfway: rollout.partial is off")
+        if self._engine is not None:
+            with contextlib.suppress(EngineDied):  # the running call sees that too, and has another write
+                self._engine.abort()
+
+    def engine_pid(self) -> int | None:
+        """The process of this rank's engine."""
+        return None if self._engine is None else self._engine.pid
+
+    def _generate(self, batch: DataProto, greedy: bool) -> Iterator[Part]:
+        rows = Rows(batch, replace(self.spec.engine.sampling, do_sample=not greedy))
+        done = [row for row, finished in enumerate(rows.finished) if finished]
+        enough = max(1, len(batch) // MOST_PARTS)
+        n_cached = n_prompt = self.n_restarts = 0
+        for samples in self._samples(rows):
+            done += [sample.row for sample in samples]
+            n_cached += sum(sample.n_cached for sample in samples)
+            n_prompt += sum(rows.prompt_lengths[sample.row] for sample in samples)
+            if len(done) >= enough:
+                yield self._part(rows, done)
+                done = []
+        if self.spec.engine.sleeps:
+            self._surely(EngineProcess.sleep)
+        last = self._part(rows, done)
+        last.data.meta_info["metrics"] = {
+            "rollout/prefix_cached_share": n_cached / max(1, n_prompt),
+            "rollout/engine_restarts": float(self.n_restarts),
+        }
+        yield last
+
+    def _part(self, rows: Rows, done: list[int]) -> Part:
+        return Part(tuple(done), rows.columns(done, partial=self.spec.engine.partial))
+
+    def _samples(self, rows: Rows) -> Iterator[list[Sample]]:
+        """Samples as they end, added to `rows`; where the engine dies another one writes what is missing."""
+        open_ = {request.row for request in rows.requests()}
+        while open_:
+            try:
+                for samples in self._live.generate([r for r in rows.requests() if r.row in open_]):
+                    for sample in samples:
+                        rows.add(sample)
+                        open_.discard(sample.row)
+                    yield samples
+            except EngineDied as error:
+                self._replace(error)
+
+    def _start(self) -> None:
+        context = self.context
+        self._engine = EngineProcess(
+            f"the vLLM engine of {context.role} rank {self.rank} on node {context.node}",
+            self.spec.engine,
+            bundle=self.rank,
+            devices=self._devices,
+            threads=torch.get_num_threads(),
+            timeout_s=context.collective_timeout_s,
+        )
+        self._engine.start()
+
+    def _surely(self, do: Callable[[EngineProcess], None]) -> None:
+        """Do something with the engine, or with the one that takes its place."""
+        while True:
+            try:
+                return do(self._live)
+            except EngineDied as error:
+                self._replace(error)
+
+    def _replace(self, error: EngineDied) -> None:
+        """A new engine with the current weights, in the place of one that failed. Raises RolloutError when
+        the call has done this too often.
+        """
+        while True:
+            self._live.kill()
+            if self.n_restarts == self.spec.restarts:
+                raise RolloutError(
+                    f"{error}\nafter {self.n_restarts} restarts; rollout.engine_restarts allows no more"
+                ) from error
+            self.n_restarts += 1
+            _log.warning("%s; starting another (%d of %d)", error, self.n_restarts, self.spec.restarts)
+            try:
+                self._start()
+                if self._weights is not None:
+                    self._live.load_weights(self._weights.handle, self.version)
+                return
+            except EngineDied as again:
+                error = again
+
+    @property
+    def _live(self) -> EngineProcess:
+        if self._engine is None:
+            raise RolloutError("the engine is not started: init_model comes first")
+        return self._engine

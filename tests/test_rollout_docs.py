@@ -1,0 +1,26 @@
+"""The recipe sections of docs/rollout.md can be read; its commands run in launch/test_vllm_run.py."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from rolemesh.launch.config import parse_recipe
+
+TEXT = (Path(__file__).parents[1] / "docs" / "rollout.md").read_text()
+REST = {
+    "data": "train.jsonl",
+    "algorithm": "grpo",
+    "batch": {"samples_per_prompt": 2},
+    "actor": "policy",
+    "reward": "reward.py:compute_score",
+}
+
+
+def test_the_sections_that_are_shown_can_be_read_and_name_the_defaults():
+    short, full = (yaml.safe_load(text) for text in re.findall(r"```yaml rollout\n(.*?)```", TEXT, re.DOTALL))
+    default, given = (parse_recipe(yaml.safe_dump(REST | section), Path("/")) for section in (short, full))
+    for name in ("max_batch_tokens", "max_seqs", "eager", "engine_restarts", "partial_share"):
+        assert getattr(default.rollout, name) == getattr(given.rollout, name), name
+    assert default.algorithm.rollout_correction.weights == "none"
+    assert given.algorithm.rollout_correction.weights == "token"
