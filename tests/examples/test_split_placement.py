@@ -62,6 +62,7 @@ def run(*command: str, env: dict[str, str], timeout: float = 240) -> subprocess.
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout)
 
 
+@pytest.mark.full
 def test_the_script_places_a_7b_run_on_halves_of_a_node(environment):
     done = run("bash", str(EXAMPLE / "run_deepseek7b_llm.sh"), "--dry-run", env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

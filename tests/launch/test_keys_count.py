@@ -240,6 +240,7 @@ def test_the_recipes_of_this_test_run_and_give_the_same_twice(outcome, base: str
     assert outcome(base) == outcome.__wrapped__(base)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", KEYS)
 def test_a_changed_key_changes_what_is_checked_or_started(outcome, path: str):
     named = [base for prefix, base in NAMED.items() if path.startswith(f"{prefix}.NAME")]

@@ -29,6 +29,7 @@ def test_the_kernels_are_right_in_the_interpreter():
         f"--ignore={__file__}", TRITON_INTERPRET="1")  # fmt: skip
 
 
+@pytest.mark.full
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path):
     compiled = run(HERE / "compile_offline.py", "--brief", "90", **compiler(tmp_path))
     assert len(compiled.splitlines()) >= 10
@@ -43,6 +44,7 @@ def test_every_kernel_compiles_with_every_type_and_flag(sm: str, tmp_path: Path)
     assert "bf16" in compiled
 
 
+@pytest.mark.full
 def test_without_a_gpu_the_interpreter_is_chosen_unless_it_is_too_late():
     choose = "import rolemesh.kernels.triton, os; print(os.environ['TRITON_INTERPRET'])"
     late = f"import triton.language\ntry: {choose}\nexcept RuntimeError as error: print(error)"
