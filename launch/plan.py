@@ -94,8 +94,6 @@ def not_runnable(plan: PlacementPlan) -> Iterator[str]:
     for role, settings in plan.settings.items():
         if settings.offload and role == "rollout":
             yield "the plan offloads rollout, but an engine's memory is the engine's: leave it out"
-        if settings.recompute == "ops":
-            yield f"the plan recomputes {role}'s ops, which our workers do not: use none, selective or full"
 
 
 def as_planned(recipe: Recipe, plan: PlacementPlan) -> Recipe:

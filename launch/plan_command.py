@@ -47,7 +47,7 @@ def plan_recipe(
         plan, unknown = priced(recipe, there, plan, shapes, runnable=runnable)
         notes += [f"no prediction: {unknown}"] if unknown else []
     except PLANNING_ERRORS as error:
-        hint = " (--any-software also plans what is not run yet)" if "not supported yet" in str(error) else ""
+        hint = " (--any-software also plans what is not run yet)" if "not run yet" in str(error) else ""
         raise RecipeError(f"placement: {error}{hint}") from error
     notes += not_runnable(plan)
     lines = [*plan.summary(), totals_line({role: layout.world for role, layout in plan.layouts.items()})]

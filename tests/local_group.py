@@ -41,16 +41,26 @@ class LocalGroup:
     def ask(self, method: str, *args: Any, ranks: Any = None, timeout_s: float = 0.0) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
+    def export_weights(self, blocking: bool = True) -> Any:
+        """Whole: there are no other processes to meet."""
+        return self.stream_weights(blocking=blocking)
+
     def __getattr__(self, method: str) -> Any:
+        does = self._load if method == "load_weights" else getattr(self.worker, method)
+
         def call(*args: Any, blocking: bool = True, rows: Any = None, **kwargs: Any) -> Any:
             start_s = time.time()
-            value = getattr(self.worker, method)(*(_taken(arg, rows) for arg in args), **kwargs)
+            value = does(*(_taken(arg, rows) for arg in args), **kwargs)
             source: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
             source.set_result(Outcome(_given(value), (RankSpan(0, start_s, time.time(), 0),)))
             future = DataProtoFuture(source, name=method, fetch=fetch, timeout_s=60.0)
             return future.get() if blocking else future
 
         return call
+
+    def _load(self, weights: Any, version: int) -> None:
+        self.worker.engine.load_weights(weights)
+        self.worker.version = version
 
 
 def _taken(value: Any, rows: Any) -> Any:

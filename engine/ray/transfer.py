@@ -88,7 +88,7 @@ def take(
     queue = group.resource_pool.queue
     if offer.group.resource_pool is group.resource_pool:
         call = Call(group.role, name, [], both.on_one_pool, limit_s + offer.limit_s)
-        call.result.add_done_callback(both.taking_ended)
+        call.result.add_done_callback(both.both_ended)
         within_s = queue.submit(call)
     else:
         giving = Call(offer.group.role, offer.name, [], both.giving_side, offer.limit_s, offer.outcome)
@@ -153,7 +153,10 @@ class _Both:
         _copy(ended, self._taken)
         if ended.exception() is not None:
             self._start.abort()
-            _copy(ended, self._offer.outcome)
+
+    def both_ended(self, ended: Future[Outcome]) -> None:
+        """On one pool the giving side has no call of its own that would end."""
+        _copy(ended, self._offer.outcome)
 
     def _wait_for(self, other: RayWorkerGroup, ended: Future[Outcome]) -> None:
         within_s = self.within_s.result(_TOLD_S)

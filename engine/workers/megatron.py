@@ -111,6 +111,7 @@ class MegatronWorker(CheckpointedWorker):
         empty. Raises ValueError for a token outside of the vocabulary among those scored.
         """
         if len(data) == 0:
+            self.model.infer([], fn)  # replicas that share experts make every forward pass together
             return None
         parts = self.cut(data)
         outputs = self.model.infer(parts, fn)

@@ -84,8 +84,8 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor, value in zip(tensors, values, strict=True):
-            kept = value.to(torch.float32 if tensor.fp32 else dtype).contiguous()
-            file.write(kept.view(-1).view(torch.uint8).numpy().data)
+            stored = value.to(torch.float32 if tensor.fp32 else dtype).contiguous()
+            file.write(stored.view(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ class _Meet:
         memory = HostMemory(HALVES * meeting.bucket_bytes, meeting.shared) if sends and not nccl else None
         try:
             device = self._device_memory(gpus) if sends else None
-            shared = nccl or device is None or not sends
-            told = _Memories(memory.path if memory else None, None if shared else ipc_handle(device))
+            handle = None if nccl or device is None else ipc_handle(device)
+            told = _Memories(memory.path if memory else None, handle)
             read = self._open(self._exchange("memory", told), gpus, nccl)
             seen: list[set[int]] = self._exchange("seen", {other for other, on_gpu in read if not on_gpu})
         finally:
@@ -259,7 +259,7 @@ class _Meet:
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
         """Every process's value, by process."""
-        self.store.set(f"{what}/{self.process}", pickle.dumps(value))
+        self.store.set(f"{what}/{self.process}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes too
         keys = [f"{what}/{other}" for other in range(self.meeting.n_processes)]
         left_s = max(0.05, self.deadline - time.monotonic())
         try:

@@ -95,7 +95,7 @@ class EngineSide:
     def dtype_of(self, tensor: str) -> torch.dtype:
         return torch.float32 if tensor in _kept_in_fp32(self.shape) else self.dtype
 
-    def holdings(self) -> list[Mapping[str, Cut]]:
+    def holdings(self) -> Sequence[Mapping[str, Cut]]:
         of_tp = [dict(_engine_cuts(self.shape, self.tp, rank)) for rank in range(self.tp)]
         return of_tp * self.replicas
 

@@ -114,7 +114,7 @@ def test_cpu_slots_are_the_fewest_with_which_the_recipe_can_be_placed(folder):
         ("lengths.max_response_tokens=500", "but the model ends at 512 positions"),
         ("rollout.max_params=1000", "vLLM"),
         ("cluster.per_node=1", "a single device cannot be split: use colocate"),
-        ("actor.layout.cp=2", "cp=2 is not supported yet"),
+        ("actor.layout.vpp=2", "vpp=2 interleaves pipeline stages: it needs pp > 1"),
         ("cluster.device=h100-80", "run.device is cpu, but cluster.device is h100-80"),
     ],
 )

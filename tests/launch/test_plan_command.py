@@ -114,13 +114,25 @@ def test_a_model_that_is_not_there_is_a_note_and_a_cut_that_it_cannot_take_an_er
 
 
 def test_what_workers_do_not_run_yet_is_planned_when_asked_for(large: Path):
-    shorter = ["placement=colocate", "cluster.nodes=2", "actor.layout.pp=2", "actor.layout.vpp=4"]
-    code, said = rolemesh("plan", large, *shorter)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+    config = {**LLAMA_8B, **experts, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 4096}
+    (large.parent / "policy" / "config.json").write_text(json.dumps(config))
+    code, said = rolemesh("plan", large)
     assert code == 2
-    assert "vpp=4 is not supported yet: use vpp=1 (--any-software also plans what is not run yet)" in said
-    code, said = rolemesh("plan", large, *shorter, "--any-software")
+    assert "qwen2_moe models can be planned for but not run yet" in said
+    assert "(--any-software also plans what is not run yet)" in said
+    code, said = rolemesh("plan", large, "--any-software")
     assert code == 0, said
-    assert any(line.startswith("  actor: tp=8 pp=2 vpp=4") for line in said.splitlines())
+
+
+def test_layers_interleave_and_stages_are_uneven_where_the_recipe_says_so(large: Path):
+    pins = ["cluster.per_node=16", "actor.layout.pp=2", "actor.layout.vpp=2"]
+    code, said = rolemesh("plan", large, *pins, "actor.layout.pp_layers=[7,8,8,9]")
+    assert code == 0, said
+    assert any(line.startswith("  actor: tp=8 pp=2 vpp=2 pp_layers=7+8+8+9") for line in said.splitlines())
+    code, said = rolemesh("plan", large, *pins, "actor.layout.pp_layers=[7,8,8,8]")
+    assert code == 2
+    assert "pp_layers [7, 8, 8, 8] are 31 layers, the model has 32" in said
 
 
 def test_a_request_that_does_not_fit_says_what_there_is(large: Path):
@@ -238,7 +250,7 @@ def test_train_takes_a_plan_in_the_place_of_the_recipes_placement(small: Path, t
     assert planned.critic == recipe.critic
 
 
-OFFLOADED = ("layouts:", "settings:\n  actor: {offload: true}\nlayouts:")
+OFFLOADED = ("layouts:", "settings:\n  rollout: {offload: true}\nlayouts:")
 ORDERED = ("layouts:", "    order: [values]\nlayouts:")
 NO_REWARD = (("roles: [critic, reward]", "roles: [critic]"), ("  reward: {tp: 1, dp: 2, pp: 1}\n", ""))
 
@@ -249,8 +261,12 @@ NO_REWARD = (("roles: [critic, reward]", "roles: [critic]"), ("  reward: {tp: 1,
         ((), ["actor.layout.tp=1"], "actor.layout.tp is 1, the plan .* says 2: leave it out"),
         (NO_REWARD, [], "places actor, rollout, .*critic; the recipe's roles are .*, reward"),
         ((ORDERED,), [], "order and the step 'ppo' differ in"),
-        ((("actor: {tp: 2,", "actor: {tp: 2, vpp: 9,"),), [], "'actor' of the plan .*vpp=9 is not supported"),
-        ((OFFLOADED,), [], "the plan offloads actor, which is not in this version"),
+        (
+            (("actor: {tp: 2,", "actor: {tp: 2, vpp: 9,"),),
+            [],
+            "'actor' of the plan .*vpp=9 leaves stages",
+        ),
+        ((OFFLOADED,), [], "the plan offloads rollout, but an engine's memory is the engine's"),
     ],
 )
 def test_a_plan_that_does_not_go_with_the_recipe_is_refused(small, tmp_path, edits, overrides, problem):
@@ -270,7 +286,11 @@ def test_a_plan_and_a_live_cluster_that_differ_are_both_named(small: Path, tmp_p
 
 def test_what_the_workers_cannot_do_is_said(small: Path, tmp_path: Path):
     path = plan_file(small, tmp_path)
-    path.write_text(path.read_text() + "settings:\n  critic: {recompute: ops}\n")
-    assert list(not_runnable(read_plan_file(path))) == [
-        "the plan recomputes critic's ops, which our workers do not: use none, selective or full"
+    settings = "settings:\n  rollout: {offload: true}\n  critic: {recompute: selective, offload: true}\n"
+    path.write_text(path.read_text() + settings)
+    plan = read_plan_file(path)
+    assert list(not_runnable(plan)) == [
+        "the plan offloads rollout, but an engine's memory is the engine's: leave it out"
     ]
+    planned = as_planned(recipe_with(small, path), plan)
+    assert (planned.critic.recompute, planned.critic.offload) == ("selective", True)

@@ -104,7 +104,7 @@ def test_adapters_learn_what_plain_torch_learns_and_are_away_when_off(tmp_path: 
     source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         base = log_probs(source, BATCH)
-        source.load_state_dict(wanted)
+        source.load_state_dict(wanted, strict=not tied)  # a tied head is the embedding
         after = log_probs(source, BATCH)
     assert (after - base).abs().max() > 0.05
     for name in LAYOUTS if not tied else ("pp2",):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rolemesh.parallel.weights.transfer import Links
 from rolemesh.parallel.weights.transfer_link import Meeting
+from rolemesh.parallel.weights.transfer_plan import TransferError
 from rolemesh.parallel.weights.transfer_sides import EngineSide, MegatronSide
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
@@ -178,3 +180,33 @@ def test_nothing_is_left_in_shared_memory(meeting):
     assert outcomes(giver(meeting, 0), giver(meeting, 1), taker(meeting), within_s=60)[2] == "39"
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("rolemesh-")}
     assert not left
+
+
+def test_processes_that_live_on_meet_again_after_a_failure(meeting):
+    """The one that gave up must let go of its connections, else the others wait for the whole limit."""
+    patient = replace(meeting, limit_s=60.0)
+
+    def gives(rank: int) -> Callable[[], Any]:
+        def run() -> str:
+            links, start = Links(), time.monotonic()
+            lend = partial(nullcontext, Failing(rank, None, dict))
+            with pytest.raises(TransferError, match="lost rollout rank 0: it has ended or given up"):
+                links.give(patient, rank, f"actor rank {rank}", SOURCE, lend)
+            assert time.monotonic() - start < 40
+            links.give(replace(patient, id="again"), rank, f"actor rank {rank}", SOURCE, lend)
+            return "given"
+
+        return run
+
+    def stop_in(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for name, _ in tensors:
+            if name == "model.norm.weight":
+                raise KeyError(name)
+
+    def takes() -> int:
+        links = Links()
+        with pytest.raises(KeyError):
+            stop_in(links.take(patient, 0, "rollout rank 0", TARGET))
+        return len(list(links.take(replace(patient, id="again"), 0, "rollout rank 0", TARGET)))
+
+    assert outcomes(gives(0), gives(1), takes, within_s=100) == ["given", "given", "39"]
