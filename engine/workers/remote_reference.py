@@ -41,7 +41,7 @@ class RemoteRefWorker(Worker):
         self.reference = RemoteReference(
             spec.endpoints, spec.limits, token=spec.token, temperature=spec.temperature
         )
-        self.name = self.reference.check(
+        self.service = self.reference.check(
             AutoTokenizer.from_pretrained(spec.actor),
             AutoConfig.from_pretrained(spec.actor).vocab_size,
             spec.longest_tokens,
@@ -57,4 +57,4 @@ class RemoteRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint(self) -> str:
         """The model and revision, for messages."""
-        return self.name
+        return self.service

@@ -254,6 +254,9 @@ def test_every_example_passes_the_check_with_models_of_its_form(folder, path: Pa
     if "engine: vllm" in text:
         wanted["actor.path"] = "wide"
         monkeypatch.setattr(engine_check, "find_spec", lambda package: True)
+    if "router_loss:" in text:
+        wanted["actor.path"] = "experts"
+        tiny_checkpoint(folder / "experts", "mixtral")
     overrides = [f"{key}={folder / name}" for key, name in wanted.items()]
     report = check_recipe(parse_recipe(text, path.parent, overrides))
     assert report.problems == []

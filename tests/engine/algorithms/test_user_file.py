@@ -54,11 +54,15 @@ def test_a_file_that_cannot_be_loaded_is_named_with_the_reason(tmp_path: Path):
 
 def test_the_documents_example_runs(tmp_path: Path):
     (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    for name in ("plain_rewards", "reinforce", "above_greedy"):  # each is registered once in a process
+        example = re.sub(rf"\b{name}\b", f"guide_{name}", example)
     (tmp_path / "my_algo.py").write_text(example)
     load_algorithm_file(str(tmp_path / "my_algo.py"))
     rewards, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[1, 0]])
-    result = advantage_estimator("plain_rewards")(token_level_rewards=rewards, response_mask=mask, gamma=1.0)
-    loss, _ = get_policy_loss_fn("reinforce")(
+    result = advantage_estimator("guide_plain_rewards")(
+        token_level_rewards=rewards, response_mask=mask, gamma=1.0
+    )
+    loss, _ = get_policy_loss_fn("guide_reinforce")(
         log_prob=torch.tensor([[-3.0, -5.0]]),
         advantages=result.advantages,
         mask=mask,
@@ -67,4 +71,6 @@ def test_the_documents_example_runs(tmp_path: Path):
         clip_low=0.2,
     )
     assert loss.item() == 3.0
-    assert "reward_baselines" in step_graph("above_greedy", reward="model", kl_in=None)["advantage"].reads
+    assert (
+        "reward_baselines" in step_graph("guide_above_greedy", reward="model", kl_in=None)["advantage"].reads
+    )
