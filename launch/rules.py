@@ -127,7 +127,7 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         )
         mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
     elif recipe.ref.kind == "remote":
-        names = ("path", "dtype", "layout", "micro_batch_tokens", "offload")
+        names: tuple[str, ...] = ("path", "dtype", "layout", "micro_batch_tokens", "offload")
         mark("ref.kind is remote: the service has the model", *(f"ref.{name}" for name in names))
     elif recipe.ref.kind == "actor":
         names = tuple(name for name in members(type(recipe.ref)) if name != "kind")

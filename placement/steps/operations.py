@@ -118,9 +118,10 @@ def reference_operations(
 
 def reference_of_actor(graph: StepGraph) -> StepGraph:
     """The step whose reference is the actor without its adapters: no role of its own."""
-    own = {"role": "actor", "state_reads": frozenset({"actor.weights"})}
-    operations = tuple(
-        replace(operation, **own) if operation.name == REF_LOG_PROB.name else operation
-        for operation in graph.operations
-    )
-    return replace(graph, operations=operations)
+
+    def of_actor(operation: Operation) -> Operation:
+        if operation.name != REF_LOG_PROB.name:
+            return operation
+        return replace(operation, role="actor", state_reads=frozenset({"actor.weights"}))
+
+    return replace(graph, operations=tuple(of_actor(operation) for operation in graph.operations))

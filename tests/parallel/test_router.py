@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_ranks
-from hf_reference import adamw_step, gradients, norm, policy_loss, random_batch
-from parallel_runs import build, exported, train_policy
+from hf_reference import adamw_step, gradients, log_probs, norm, policy_loss, random_batch
+from parallel_runs import build, cut, exported, response_log_probs, train_policy
 from safetensors.torch import load_file
 from tiny import tiny_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rolemesh.parallel.micro_batches import unpack
 from rolemesh.parallel.optim import OptimConfig
 from rolemesh.placement.layout import Layout
 
@@ -79,3 +80,26 @@ def test_router_loss_and_its_gradients_are_those_of_one_process(families: list[s
                 assert grad_norm == pytest.approx(norm(grads), abs=1e-5), (family, name)
             gap = max(float((found[tensor] - stepped[tensor]).abs().max()) for tensor in stepped)
             assert gap <= 1e-5, (family, name, gap)
+
+
+def test_a_replica_without_rows_serves_those_that_use_its_experts(tmp_path: Path):
+    source = tiny_checkpoint(tmp_path / "source", "mixtral", layers=3)
+
+    def on_rank(rank: int, world: int) -> tuple[float, Tensor | None]:
+        model = build(source, LAYOUTS["ep2"], optim=OptimConfig(lr=1e-3, clip_grad=0.5))
+        compute = response_log_probs(model, BATCH)
+        parts = [] if rank else cut(model, BATCH, list(range(5)), size=2)
+        found = model.infer(parts, lambda output, part: {"log_prob": compute(output, part)})
+        if rank:
+            assert found == []
+            return model.train([], lambda output, _: (output.sum(), {})).grad_norm, None
+        grad_norm = train_policy(model, BATCH, rows=list(range(5))).grad_norm
+        return grad_norm, unpack(parts, found)["log_prob"]
+
+    (grad_norm, found), (other_norm, _) = run_ranks(on_rank, 2)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert (
+        grad_norm == other_norm == pytest.approx(norm(gradients(model, policy_loss(model, BATCH))), abs=1e-5)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(found, log_probs(model, BATCH), rtol=0, atol=1e-5)
