@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from rolemesh.engine.loggers.secrets import hide
-from rolemesh.launch import cli_devices, cli_services, cli_supervised
+from rolemesh.launch import cli_devices, cli_import, cli_services, cli_supervised
 from rolemesh.launch.fields import RecipeError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130  # and signals.EXIT_TERMINATED, 143
@@ -209,6 +209,7 @@ def _instead(plan: Path | None) -> list[str]:
 
 
 cli_devices.add_commands(main)
+cli_import.add_commands(main)
 cli_services.add_commands(main)
 cli_supervised.add_commands(main)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from rolemesh.launch.checkpoints import read_shapes
 from rolemesh.launch.config import list_defaults, load_recipe
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.import_command import read_foreign
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on, read_plan_file
 from rolemesh.launch.pricing import priced
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec
 from rolemesh.placement.hardware import HardwareError, HardwareProfile, load_profile
-from rolemesh.placement.importers import IMPORTERS, ForeignConfigError, import_config
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan, device_totals
 from rolemesh.placement.plan_diff import diff_plans
@@ -78,14 +78,10 @@ def imported(system: str, path: Path, overrides: Sequence[str]) -> str:
 
     Raises RecipeError for a system, a file or values that cannot be read.
     """
-    if system not in IMPORTERS:
-        raise RecipeError(f"--from {system}: there are importers for {', '.join(IMPORTERS)}")
     try:
-        found = import_config(system, path.read_text(), overrides)
-    except OSError as error:
-        raise RecipeError(f"no configuration at {path}: {error.strerror}") from error
-    except ForeignConfigError as error:
-        raise RecipeError(f"{path}: {error}") from error
+        found = read_foreign(system, path, overrides)
+    except RecipeError as error:
+        raise RecipeError(f"--from {error}") from error
     lines = [f"# {totals_line(found.demands)}", f"# {system} takes {found.n_devices}"]
     lines += [f"# ignored: {setting}" for setting in found.ignored]
     return "\n".join([f"# from {path}", found.to_yaml().rstrip(), *lines])
