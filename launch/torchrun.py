@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -116,20 +117,25 @@ class Meeting:
 
 def _lead(given: Arguments, meeting: Meeting) -> int:
     """Rank 0: head, nodes, training; whatever happens, the others are told how it ended."""
-    from rolemesh.launch.cli import EXIT_BAD_RECIPE, EXIT_FAILED, describe_error
+    code = _code_of(functools.partial(_run, given, meeting))
+    meeting.tell("end", code)
+    return code
+
+
+def _code_of(do: Callable[[], int]) -> int:
+    """The exit code of `do`; an error is printed."""
+    from rolemesh.launch.cli import EXIT_BAD_RECIPE, EXIT_FAILED, EXIT_INTERRUPTED, describe_error
     from rolemesh.launch.fields import RecipeError
 
-    code = EXIT_FAILED
     try:
-        code = _run(given, meeting)
+        return do()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except Exception as error:
         print(hide(describe_error(error)), file=sys.stderr, flush=True)
-        code = EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
-    finally:
-        meeting.tell("end", code)
-    return code
+        return EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
 
 
 def _run(given: Arguments, meeting: Meeting) -> int:
@@ -152,11 +158,15 @@ def _run(given: Arguments, meeting: Meeting) -> int:
         )
     with ray_head(options, _START_S) as head:
         meeting.tell("join", {"cluster": head.cluster, "options": asdict(options)})
-        _wait_for_nodes(meeting, given.wait_s)
-        print(f"Ray at {head.cluster}, nodes: {world.n_nodes}", flush=True)
-        code = _train(given, [f"run.address={head.cluster}", *settled])
-        meeting.tell("end", code)  # the members leave first
+        code = _code_of(functools.partial(_train_on, head.cluster, given, settled, meeting))
+        meeting.tell("end", code)  # the members leave before the head does
     return code
+
+
+def _train_on(cluster: str, given: Arguments, settled: list[str], meeting: Meeting) -> int:
+    _wait_for_nodes(meeting, given.wait_s)
+    print(f"Ray at {cluster}, nodes: {meeting.world.n_nodes}", flush=True)
+    return _train(given, [f"run.address={cluster}", *settled])
 
 
 def _expected(given: Arguments, n_nodes: int) -> tuple[int | None, str | None, list[str]]:
@@ -175,7 +185,7 @@ def _expected(given: Arguments, n_nodes: int) -> tuple[int | None, str | None, l
         raise RecipeError("run.address: torchrun's nodes become a Ray cluster of their own; leave it out")
     if "cluster.nodes" in recipe.given and recipe.cluster.nodes != n_nodes:
         raise RecipeError(f"cluster.nodes is {recipe.cluster.nodes}, torchrun started {n_nodes} nodes")
-    settled = [f"cluster.nodes={n_nodes}"]
+    settled = [f"cluster.nodes={n_nodes}", "run.temp_dir=null"]  # a joined cluster has its own
     on_cpu = "cpu" in (recipe.run.device, recipe.cluster.device)
     if not on_cpu and torch.cuda.is_available():
         return None, recipe.run.temp_dir, settled
