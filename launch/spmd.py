@@ -88,7 +88,7 @@ def _train(meeting: Meeting, path: str, overrides: list[str]) -> int:
     if moved := open_run_folder(recipe, report.resume.path):
         print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
     kind = report.plan.pools[0].device_kind
-    begin = {"device": kind, "limit_s": recipe.run.timeout_s}
+    begin: dict[str, Any] = {"device": kind, "limit_s": recipe.run.timeout_s}
     meeting.tell("begin", begin)
     cluster = ClusterSpec.uniform(
         launcher.n_nodes,

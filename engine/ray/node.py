@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray._raylet import AuthenticationTokenLoader, Config  # only `_as_driver_of` uses them
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # `_as_driver_of`
 
 from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES, SLOT, RayStartError, _loopback
 from rolemesh.engine.ray.session import session_directory
