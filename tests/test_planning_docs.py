@@ -52,7 +52,7 @@ def test_the_planning_guides_commands_run(folder, monkeypatch):
             code, output = run(arguments)
             assert code == (arguments[1] == "diff"), output  # the two plans differ
             said[" ".join(arguments)] = output
-    assert len(said) == 9
+    assert len(said) == 11
     assert "strategy" in said["plan diff runs/split.yaml runs/colocate.yaml"]
     assert PlacementPlan.from_yaml((folder / "runs" / "colocate.yaml").read_text()).strategy == "colocate"
     assert "# verl takes 32" in said["plan --from verl examples/imports/verl_ppo.yml trainer.nnodes=4"]
