@@ -1,8 +1,8 @@
 """Which form of an operation runs (C++, Triton or plain torch), and the record of those that did.
 
-A CPU takes the C++ form: `avx2` where the processor has AVX2, FMA and F16C, else `portable`. A GPU takes
-`triton`. The environment variable `ROLEMESH_KERNELS` forces `reference` (plain torch), `portable` or `triton`
-(on a CPU: in Triton's interpreter).
+A CPU takes the C++ form: `avx2` where the processor has AVX2, FMA and F16C, else `portable`; `reference`
+where the package was installed without a compiler. A GPU takes `triton`. The environment variable
+`ROLEMESH_KERNELS` forces `reference` (plain torch), `portable` or `triton` (on a CPU: in its interpreter).
 """
 
 import os
@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rolemesh.kernels import _cpu  # type: ignore[attr-defined]  # compiled
+_cpu: Any = None  # compiled; an install without a compiler has none
+if find_spec("rolemesh.kernels._cpu") is not None:
+    _cpu = import_module("rolemesh.kernels._cpu")
 
 FORMS = ("reference", "portable", "triton")
 
@@ -36,6 +38,10 @@ def form_of(device: torch.device) -> str:
         raise ValueError(f"ROLEMESH_KERNELS is {forced!r}; leave it out or set one of {', '.join(FORMS)}")
     if forced == "portable" and device.type != "cpu":
         raise ValueError(f"ROLEMESH_KERNELS is 'portable', which runs on a CPU only, not on {device}")
+    if forced == "portable" and _cpu is None:
+        raise ValueError(
+            "ROLEMESH_KERNELS is 'portable', but this install has no C++ part: it had no compiler"
+        )
     if forced:
         return forced
     if device.type == "cpu":
@@ -45,6 +51,8 @@ def form_of(device: torch.device) -> str:
 
 @cache
 def _cpu_form() -> str:
+    if _cpu is None:
+        return "reference"
     return "avx2" if _cpu.has_avx2() else "portable"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.schema import Recipe
+from rolemesh.placement.known_models import known_model
 from rolemesh.placement.model import ModelError, ModelShape
 
 INDEX = "model.safetensors.index.json"
@@ -94,6 +95,10 @@ def read_shapes(recipe: Recipe) -> tuple[dict[str, ModelShape], list[str]]:
             continue
         path = Path(getattr(recipe, role).path)
         file = path if path.suffix == ".json" else path / "config.json"
+        if not file.is_file() and (known := known_model(path.name)):
+            shapes[role], source = known
+            notes.append(f"{role}: no {file}, so the built-in shape {path.name} ({source})")
+            continue
         if not file.is_file():
             notes.append(f"{role}: no {file}, so its layout is not checked against a model")
             continue

@@ -12,10 +12,17 @@ import typer
 import typer.core
 
 from rolemesh.engine.loggers.secrets import hide
-from rolemesh.launch import cli_devices, cli_services, cli_supervised
-from rolemesh.launch.fields import RecipeError
+from rolemesh.launch import cli_devices, cli_import, cli_services, cli_supervised
+from rolemesh.launch.extras import extra_of
+from rolemesh.launch.fields import InfeasibleError, RecipeError
 
-EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130  # and signals.EXIT_TERMINATED, 143
+EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = (
+    0,
+    1,
+    2,
+    3,
+    130,
+)  # and signals.EXIT_TERMINATED, 143
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
 Overrides = Annotated[
@@ -39,7 +46,9 @@ class _Commands(typer.core.TyperGroup):
             if ctx.params["debug"]:
                 traceback.print_exc()
             print(hide(describe_error(error)), file=sys.stderr)
-            code = EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
+            if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name or "")):
+                print(f"{error.name} is not installed: pip install 'rolemesh[{extra}]'", file=sys.stderr)
+            code = exit_code_of(error)
         raise typer.Exit(code)
 
 
@@ -146,7 +155,7 @@ def plan_of_recipe(
     recipe_path: RecipePath,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write the plan (or recipe) to this file.")
+        Path | None, typer.Option("--out", "-o", help="Write the plan (or recipe, or script) to this file.")
     ] = None,
     cluster: Annotated[
         str, typer.Option("--cluster", help="Plan for this cluster: a file, or such as '16 x h100x8'.")
@@ -167,9 +176,23 @@ def plan_of_recipe(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build every distinct rank, without memory or devices.")
     ] = False,
+    emit: Annotated[
+        str, typer.Option("--emit", help="Print the plan as a command line of verl or openrlhf.")
+    ] = "",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", help="Fix a key (actor.layout.tp=8) or a placement ('actor+ref together')."),
+    ] = None,
+    top: Annotated[
+        int, typer.Option("--top", min=0, help="Strategy auto: compare so many ways to share devices.")
+    ] = 0,
+    lengths_from: Annotated[
+        Path | None, typer.Option("--lengths-from", help="Plan for the response lengths of this run folder.")
+    ] = None,
 ) -> int:
     """Print where a recipe's roles go; start nothing. The word `recipe` may be left out."""
     from rolemesh.launch import plan_command
+    from rolemesh.launch.config import load_recipe
 
     if system:
         text = plan_command.imported(system, recipe_path, overrides or [])
@@ -183,9 +206,18 @@ def plan_of_recipe(
             limit_s=limit_s,
             profiles=profile or (),
             dry_run=dry_run,
+            pins=pin or (),
+            lengths_from=lengths_from,
+            top=top,
         )
-        text = plan.to_yaml().rstrip()
-        print("\n".join(lines))
+        if emit:
+            from rolemesh.launch.emit_command import emitted
+
+            text = emitted(emit, load_recipe(recipe_path, overrides or []), plan).rstrip()
+            print(text)
+        else:
+            text = plan.to_yaml().rstrip()
+            print("\n".join(lines))
     if out is not None:
         out.write_text(text + "\n")
     return EXIT_OK
@@ -213,6 +245,7 @@ def _instead(plan: Path | None) -> list[str]:
 
 
 cli_devices.add_commands(main)
+cli_import.add_commands(main)
 cli_services.add_commands(main)
 cli_supervised.add_commands(main)
 
@@ -257,6 +290,13 @@ def bench_strategies(
     if out is not None:
         print(f"report: {out / REPORT}")
     return EXIT_FAILED if any(cell.state == "failed" for cell in result.cells) else EXIT_OK
+
+
+def exit_code_of(error: Exception) -> int:
+    """What the process returns: whether the recipe is bad, cannot be placed, or something failed."""
+    if isinstance(error, InfeasibleError):
+        return EXIT_INFEASIBLE
+    return EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
 
 
 def describe_error(error: BaseException) -> str:

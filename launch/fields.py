@@ -16,6 +16,10 @@ class RecipeError(ValueError):
     """A recipe that can't run as it is written; the message names the dotted key and what to write."""
 
 
+class InfeasibleError(RecipeError):
+    """A recipe that is in order, but that no plan on these devices can run."""
+
+
 def key(
     default: Any = dataclasses.MISSING,
     doc: str = "",

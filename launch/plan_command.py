@@ -8,17 +8,20 @@ from pathlib import Path
 from rolemesh.launch.checkpoints import read_shapes
 from rolemesh.launch.config import list_defaults, load_recipe
 from rolemesh.launch.dry_run import dry_run_plan
-from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.fields import InfeasibleError, RecipeError
+from rolemesh.launch.import_command import read_foreign
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on, read_plan_file
+from rolemesh.launch.plan_choice import best_plans
+from rolemesh.launch.plan_notes import assumed_lengths, length_overrides, pin_overrides, profile_sources
 from rolemesh.launch.pricing import priced
 from rolemesh.launch.schema import Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec
 from rolemesh.placement.hardware import HardwareError, HardwareProfile, load_profile
-from rolemesh.placement.importers import IMPORTERS, ForeignConfigError, import_config
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan, device_totals
 from rolemesh.placement.plan_diff import diff_plans
+from rolemesh.placement.pools import PlacementError
 
 
 def plan_recipe(
@@ -30,29 +33,41 @@ def plan_recipe(
     limit_s: float = 60.0,
     profiles: Sequence[Path] = (),
     dry_run: bool = False,
+    pins: Sequence[str] = (),
+    lengths_from: Path | None = None,
+    top: int = 0,
 ) -> tuple[PlacementPlan, list[str]]:
     """The plan of a recipe and the lines that tell it.
 
     `cluster` is a cluster file or a preset such as `16 x h100x8`, in place of the recipe's own cluster.
     `any_software` also considers what our workers do not run yet, `limit_s` ends the search of strategy auto.
-    `profiles` are files that describe device types as they were measured. `dry_run` builds every distinct
-    rank without memory and follows the checkpoints' tensors to where they land. Raises RecipeError.
+    `profiles` are files that describe device types as they were measured. `pins` fix keys, as
+    `actor.layout.tp=8`, or placements, as `actor+ref together` (auto alone). `lengths_from` is a run folder,
+    `top` the number of plans to compare (auto alone). `dry_run` builds every distinct rank without memory and
+    follows the checkpoints' tensors to where they land.
+
+    Raises RecipeError, and of those InfeasibleError where the recipe is in order and does not fit.
     """
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, [*overrides, *pin_overrides(pins), *length_overrides(lengths_from)])
     shapes, notes = read_shapes(recipe)
     runnable = not any_software
     try:
         there = _cluster(recipe, cluster, shapes, runnable).with_profiles(*_measured(profiles))
-        plan = plan_on(recipe, there, shapes, runnable=runnable, limit_s=limit_s)
+        if top:
+            plan, best = best_plans(recipe, there, shapes, top=top, runnable=runnable, limit_s=limit_s)
+        else:
+            plan, best = plan_on(recipe, there, shapes, runnable=runnable, limit_s=limit_s), []
         plan, unknown = priced(recipe, there, plan, shapes, runnable=runnable)
         notes += [f"no prediction: {unknown}"] if unknown else []
     except PLANNING_ERRORS as error:
         hint = " (--any-software also plans what is not run yet)" if "not run yet" in str(error) else ""
-        raise RecipeError(f"placement: {error}{hint}") from error
+        kind = InfeasibleError if isinstance(error, PlacementError) else RecipeError
+        raise kind(f"placement: {error}{hint}") from error
+    notes += [*assumed_lengths(recipe), *profile_sources(there, plan)]
     notes += not_runnable(plan)
     lines = [*plan.summary(), totals_line({role: layout.world for role, layout in plan.layouts.items()})]
     lines += dry_run_plan(recipe, plan, shapes) if dry_run else []
-    return plan, [*lines, *(f"note: {note}" for note in notes), *list_defaults(recipe)]
+    return plan, [*lines, *best, *(f"note: {note}" for note in notes), *list_defaults(recipe)]
 
 
 def _measured(files: Sequence[Path]) -> list[HardwareProfile]:
@@ -82,14 +97,10 @@ def imported(system: str, path: Path, overrides: Sequence[str]) -> str:
 
     Raises RecipeError for a system, a file or values that cannot be read.
     """
-    if system not in IMPORTERS:
-        raise RecipeError(f"--from {system}: there are importers for {', '.join(IMPORTERS)}")
     try:
-        found = import_config(system, path.read_text(), overrides)
-    except OSError as error:
-        raise RecipeError(f"no configuration at {path}: {error.strerror}") from error
-    except ForeignConfigError as error:
-        raise RecipeError(f"{path}: {error}") from error
+        found = read_foreign(system, path, overrides)
+    except RecipeError as error:
+        raise RecipeError(f"--from {error}") from error
     lines = [f"# {totals_line(found.demands)}", f"# {system} takes {found.n_devices}"]
     lines += [f"# ignored: {setting}" for setting in found.ignored]
     return "\n".join([f"# from {path}", found.to_yaml().rstrip(), *lines])

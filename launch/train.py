@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.checkpoint.manifest import Manifest
 from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.checkpoint.store import FOLDER, CheckpointStore
@@ -51,13 +55,26 @@ from rolemesh.placement.plan import PlacementPlan
 SHOWN = ("critic/score/mean", "val/reward/mean", "actor/pg_loss", "critic/vf_loss", "response_length/mean")
 
 
-def run_training(recipe: Recipe, checked: PlacementPlan, resume: Path | None = None) -> int:
+@dataclass(frozen=True)
+class Runtime:
+    """What carries a run out: where its devices and worker groups come from, and where batches are kept."""
+
+    cluster: Callable[[Run, PlacementPlan], AbstractContextManager[ClusterSpec]]
+    groups: Callable[[Recipe, PlacementPlan, int, Progress], AbstractContextManager[dict[str, Any]]]
+    put: Callable[[DataProto, set[int]], BatchRef]
+    fetch: Callable[[BatchRef], DataProto]
+
+
+def run_training(
+    recipe: Recipe, checked: PlacementPlan, resume: Path | None = None, runtime: Runtime | None = None
+) -> int:
     """Train as the recipe says, placed as in `checked`, the plan of its pre-flight check: on the nodes of
     the live cluster, or on a local one with as many devices; from the verified checkpoint `resume`, if any.
 
     The run folder exists. Returns the exit code: 0, or EXIT_TERMINATED after a SIGTERM; whatever fails
-    raises, after every process of the run is ended.
+    raises, after every process of the run is ended. Ray is the `runtime` unless another one is given.
     """
+    runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch)
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
     train, val = load_prompts(recipe, tokenizer)
     loader = PromptLoader(
@@ -69,7 +86,7 @@ def run_training(recipe: Recipe, checked: PlacementPlan, resume: Path | None = N
     )
     steps = recipe.run.steps if recipe.run.steps is not None else recipe.run.epochs * len(loader)
     done = 0 if resume is None else Manifest.read(resume).step
-    with run_cluster(recipe.run, checked) as cluster:
+    with runtime.cluster(recipe.run, checked) as cluster:
         plan = checked.on(cluster)
         info = functools.partial(run_info, recipe.run, to_yaml(recipe), steps, done, SHOWN)
         recipe = as_planned(recipe, plan)
@@ -84,7 +101,7 @@ def run_training(recipe: Recipe, checked: PlacementPlan, resume: Path | None = N
             progress.write(f"train: {train.describe()}")
             if unknown:
                 progress.write(f"the plan has no prediction to compare this run with: {unknown}")
-            with _worker_groups(recipe, plan, steps, progress) as groups:
+            with runtime.groups(recipe, plan, steps, progress) as groups:
                 trainer = Trainer(
                     spec=assemble.trainer_spec(recipe, steps, plan.order),
                     graph=graph_of(recipe),
@@ -93,8 +110,8 @@ def run_training(recipe: Recipe, checked: PlacementPlan, resume: Path | None = N
                     val_prompts=None if val is None else _first(val, recipe.data.val_prompts),
                     tokenizer=tokenizer,
                     kl=assemble.kl_controller(recipe),
-                    store=lambda batch: put_batch(batch, {group.layout.dp for group in groups.values()}),
-                    fetch=fetch_batch,
+                    store=lambda batch: runtime.put(batch, {group.layout.dp for group in groups.values()}),
+                    fetch=runtime.fetch,
                     log=log,
                     progress=progress,
                     on_step=lambda step, _: count_step(progress, step),
@@ -112,7 +129,7 @@ def run_training(recipe: Recipe, checked: PlacementPlan, resume: Path | None = N
 
 
 def _checkpoints(
-    recipe: Recipe, plan: PlacementPlan, groups: Mapping[str, RayWorkerGroup], progress: Progress
+    recipe: Recipe, plan: PlacementPlan, groups: Mapping[str, Any], progress: Progress
 ) -> Checkpoints:
     run = recipe.run
     return Checkpoints(
@@ -234,7 +251,7 @@ def _worker_groups(
         groups = {
             role: RayWorkerGroup(
                 pools[plan.pool_of(role).name],
-                _worker(recipe, plan, role, steps),
+                worker_of(recipe, plan, role, steps),
                 layout=plan.layout_of(role),
                 role=role,
                 timeout_s=recipe.run.timeout_s,
@@ -243,7 +260,7 @@ def _worker_groups(
         }
         for role, process in beside.items():
             groups[role] = RayWorkerGroup(
-                process, _worker(recipe, plan, role, steps), role=role, timeout_s=recipe.run.timeout_s
+                process, worker_of(recipe, plan, role, steps), role=role, timeout_s=recipe.run.timeout_s
             )
         progress.start("load models")
         loading = [group.init_model(blocking=False) for group in groups.values()]
@@ -256,7 +273,7 @@ def _worker_groups(
             pool.shutdown()
 
 
-def _worker(recipe: Recipe, plan: PlacementPlan, role: str, steps: int) -> RayClassWithInitArgs:
+def worker_of(recipe: Recipe, plan: PlacementPlan, role: str, steps: int) -> RayClassWithInitArgs:
     """The worker class of a role and what its constructor takes."""
     if role == "rollout" and recipe.rollout.engine == "vllm":
         return RayClassWithInitArgs(VLLMRolloutWorker, assemble.vllm_spec(recipe, plan))

@@ -17,6 +17,18 @@ SHOW = (
     "import rolemesh.launch.cli, rolemesh.kernels._cpu as k; print(rolemesh.launch.cli.__file__, k.__file__)"
 )
 
+LIGHT_RECIPE = """
+data: {train_files: [train.parquet], max_prompt_tokens: 1024}
+algorithm: {name: ppo, kl: {in: reward}}
+batch: {prompts: 1024, mini_batch_samples: 256}
+lengths: {max_response_tokens: 4096, expect: {kind: lognormal, mean: 1200, p95: 3500}}
+actor: llama-70b
+rollout: {engine: vllm}
+critic: llama-70b
+reward: {kind: model, path: llama-70b}
+placement: auto
+"""
+
 
 def run(*command: str, cwd: Path) -> str:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
@@ -54,7 +66,9 @@ def test_every_direct_dependency_is_pinned_by_the_constraints():
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert all("==" in line for line in lines if line and not line.startswith("#"))
-    wanted = {line.split(">")[0].split(";")[0].strip().lower() for line in PROJECT["project"]["dependencies"]}
+    project = PROJECT["project"]
+    direct = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    wanted = {line.split(">")[0].split(";")[0].strip().lower() for line in direct}
     assert wanted <= pinned
 
 
@@ -100,6 +114,38 @@ def test_a_wheel_installs_into_a_fresh_environment_and_runs_from_any_directory(t
     assert run(str(tmp_path / "env/bin/rolemesh"), "schema", "run.seed", cwd=Path("/")).startswith(
         "run.seed: int"
     )
+
+
+def test_planning_needs_four_light_packages_and_dev_brings_the_rest():
+    names = {line.split(">")[0] for line in PROJECT["project"]["dependencies"]}
+    assert names == {"numpy", "omegaconf", "pyyaml", "typer"}
+    assert "rolemesh[train]" in PROJECT["project"]["optional-dependencies"]["dev"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_without_a_compiler_a_fresh_light_environment_plans_a_70b_run(tmp_path, monkeypatch):
+    tree = source_copy(tmp_path / "tree")
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("CC", "/bin/false")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    out = str(tmp_path)
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", out, str(tree), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("rolemesh-*.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    venv.create(tmp_path / "env", symlinks=True)
+    python = str(tmp_path / "env/bin/python")
+    light = PROJECT["project"]["dependencies"]
+    pins = str(REPOSITORY / "constraints.txt")
+    run(*pip, "--python", python, "install", "--constraint", pins, *light, cwd=tmp_path)
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
+    (tmp_path / "recipe.yaml").write_text(LIGHT_RECIPE)
+    said = run(
+        str(tmp_path / "env/bin/rolemesh"), "plan", "recipe.yaml", "--cluster", "16xh100-80x8",
+        "--limit-s", "5", cwd=tmp_path,
+    )  # fmt: skip
+    assert "128 devices" in said
+    assert "step: " in said
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ def _one_side(method: Method, transfer: Transfer) -> Method:
         try:
             return method(worker, meeting, *args, **kwargs)
         except BaseException:
-            _links(worker).end(meeting)  # whatever failed here: the others must not wait for this rank
+            if isinstance(meeting, Meeting):  # whatever failed here: the others must not wait for this rank
+                _links(worker).end(meeting)
             raise
 
     marked: Any = register(Dispatch.ONE_TO_ALL, transfer=transfer)(run)

@@ -8,46 +8,66 @@ Flags that are left out have OpenRLHF's defaults. Each group of models takes `*_
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from rolemesh.placement.importers.openrlhf_keys import KEYS
 from rolemesh.placement.importers.settings import (
     ForeignConfigError,
     Imported,
+    Reason,
     Settings,
     placed,
     tidy,
-    words,
 )
+from rolemesh.placement.importers.shell import read_script
 
 _GROUPS = ("actor", "ref", "critic", "reward")
-_ESTIMATORS = {"gae": "ppo", "group_norm": "grpo", "dr_grpo": "grpo"}
-_REASONS = (
+ESTIMATORS: Mapping[str, str] = {  # ours for `--advantage_estimator`
+    "gae": "ppo",
+    "reinforce": "reinforce_plus_plus",
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
+    "rloo": "rloo",
+    "group_norm": "grpo",
+    "dr_grpo": "grpo",  # without the standard deviation; its sum is a mean over tokens in OpenRLHF
+}
+_LOSSES = {"ppo": "vanilla", "gspo": "gspo"}
+_OURS = re.compile(r"train_ppo_ray")
+_REASONS: tuple[Reason, ...] = (
     (r"^(vllm_|enforce_eager|enable_prefix_caching|rollout_tasks|max_len$)",
-     "the engine is planned from model and lengths"),
-    (r"sleep|offload", "what waits in host memory is the planner's choice (pin: ROLE offload=true)"),
-    (r"lora|target_modules|load_in_4bit", "adapters are on every layer, without dropout"),
-    (r"wandb|tensorboard|logging|perf$", "a run logs into its folder"),
-    (r"ckpt|checkpoint$|save_", "a checkpoint always holds everything and converts to a Hugging Face folder"),
-    (r"packing_samples|attn_implementation|flash_attn", "always so here"),
-    (r"zpg|overlap_comm|grad_accum|deepcompile|ds_|deepspeed", "DeepSpeed's own: here Megatron trains"),
-    (r"eval_|^label_key|template", "validation is greedy, prompts follow the tokenizer's template"),
+     "the engine is planned from model and lengths", True),
+    (r"sleep|offload", "what waits in host memory is the planner's choice (pin: ROLE offload=true)", True),
+    (r"lora|target_modules|load_in_4bit", "adapters are on every layer, without dropout", False),
+    (r"wandb|tensorboard|logging|perf$", "a run logs into its folder", True),
+    (r"ckpt|checkpoint$|save_", "a checkpoint holds everything and converts to a Hugging Face folder", True),
+    (r"packing_samples|attn_implementation|flash_attn", "always so here", True),
+    (r"zpg|overlap_comm|grad_accum|deepcompile|ds_|deepspeed", "DeepSpeed's own: here Megatron trains", True),
+    (r"eval_|^label_key|template", "validation is greedy, prompts follow the tokenizer's template", False),
 )  # fmt: skip
 
 
-def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
-    """Read OpenRLHF's flags; `overrides` are further ones (`zero_stage=3`). Raises ForeignConfigError."""
-    values = _flags(text)
+def import_openrlhf(
+    text: str, overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Imported:
+    """Read OpenRLHF's flags; `overrides` are further ones (`zero_stage=3`), `variables` those of the shell.
+
+    Raises ForeignConfigError.
+    """
+    line = read_script(text, _OURS, variables)
+    values = _flags(line.words)
     for item in overrides:
         name, _, value = item.lstrip("-").partition("=")
         values[name] = yaml.safe_load(value) if value else True
     said = Settings(values)
-    estimator = said.take("advantage_estimator", "gae")
-    algorithm = _ESTIMATORS.get(estimator, "grpo")
-    if estimator not in _ESTIMATORS:
-        said.ignore("advantage_estimator", "not in this version: grpo has the same roles and operations")
+    estimator = str(said.take("advantage_estimator", "gae"))
+    if estimator not in ESTIMATORS:
+        raise ForeignConfigError(
+            f"--advantage_estimator is {estimator!r}, which is not in this version (there are: "
+            f"{', '.join(ESTIMATORS)}): give another one, such as advantage_estimator=group_norm"
+        )
+    algorithm = ESTIMATORS[estimator]
     remote = said.first("remote_rm_url", "agent_func_path")
     present = {
         "ref": said.number("init_kl_coef", 0.01) > 0,
@@ -64,38 +84,40 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     recipe |= _models(said, roles, remote)
     recipe["rollout"] |= {
         "engine": "vllm" if engines else "hf",
-        "layout": {"tp": tp} if engines and tp > 1 else {},
+        "layout": {"tp": tp} if engines and (tp > 1 or "vllm_tensor_parallel_size" in said) else {},
     }
     recipe["placement"] = fixed["placement"]
     demands = {role: nodes * per_node for held, nodes, per_node in pools for role in held}
     if engines and said.take("async_train"):
         said.ignore("async_train", "generation one step ahead is not in this version")
-    absent = [(rf"^{role}_", f"this run has no {role}") for role, there in present.items() if not there]
+    absent = [(rf"^{role}_", f"this run has no {role}", True) for role, there in present.items() if not there]
+    recipe = tidy(recipe)
+    ignored = said.ignored([*absent, *_REASONS])
+    mapped, unsaid = said.mapped(KEYS, recipe)
     return Imported(
-        tidy(recipe),
+        recipe,
         {role: demands[role] for role in roles},
         sum(nodes * per_node for _, nodes, per_node in pools),
-        said.ignored([*absent, *_REASONS]),
+        (*ignored, *unsaid),
+        tuple(mapped),
+        said.nothing(),
+        line.unset,
     )
 
 
-def _flags(text: str) -> dict[str, Any]:
+def _flags(words: Sequence[str]) -> dict[str, Any]:
     """Flags by name; several values are a list, none is true."""
-    joined = re.sub(r"\\[ \t]*\n", " ", text)
-    command = next((line for line in joined.splitlines() if "train_ppo_ray" in line), None)
-    found = words(joined if command is None else joined[: joined.index(command)] + command)
-    start = next((i for i, word in enumerate(found) if "train_ppo_ray" in word), -1) + 1
     flags: dict[str, list[Any]] = {}
     name = ""
-    for word in found[start:]:
-        if word in (";", "&&", "||", "|", ">", "2>&1", "&"):
-            break
+    for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             flags[name] = [_value(value)] if equals else []
         elif name:
             flags[name].append(_value(word))
+        else:
+            raise ForeignConfigError(f"{word!r} stands before the first flag: what is it for?")
     if not flags:
         raise ForeignConfigError("no flags such as --actor_num_nodes 1")
     return {name: True if not got else got[0] if len(got) == 1 else got for name, got in flags.items()}
@@ -186,21 +208,57 @@ def _data(said: Settings) -> dict[str, Any]:
 
 
 def _algorithm(said: Settings, name: str, estimator: str, has_ref: bool) -> dict[str, Any]:
-    both = said.number("eps_clip", 0.2)
+    both, loss = said.number("eps_clip", 0.2), _loss(said)
     low, high = said.take("eps_clip_low_high", (both, both))
-    keys: dict[str, Any] = {"name": name}
+    refilled = said.flag("dynamic_filtering")
+    said.ignore("dynamic_filtering_reward_range", "here a prompt counts if its samples have unequal scores")
+    if refilled and name not in ("grpo", "rloo"):
+        said.ignore("dynamic_filtering", f"{name} does not refill a batch")
+        refilled = False
+    keys: dict[str, Any] = {"name": _name(name, loss, refilled)}
+    keys["loss"] = loss if loss not in ("vanilla", keys["name"]) else None
+    if name in ("ppo", "reinforce_plus_plus"):
+        keys["gamma"] = said.number("gamma", 1.0)
     if name == "ppo":
-        keys |= {"gamma": said.number("gamma", 1.0), "lam": said.number("lambd", 1.0)}
-        keys["value_clip"] = said.number("value_clip", 0.5)
-        said.ignore("no_advantage_std_norm", "ppo has no groups")
-    else:
+        keys |= {"lam": said.number("lambd", 1.0), "value_clip": said.number("value_clip", 0.5)}
+    unused = [
+        key for key, ours in (("gamma", "gamma"), ("lambd", "lam"), ("value_clip",) * 2) if ours not in keys
+    ]
+    for key in unused:
+        said.ignore(key, f"{name} does not read it", harmless=True)
+    if name == "grpo":
         keys["norm_adv_by_std"] = estimator == "group_norm" and not said.flag("no_advantage_std_norm")
-        for unused in ("gamma", "lambd", "value_clip"):
-            said.ignore(unused, "counts only with a critic")
+    else:
+        said.ignore(
+            "no_advantage_std_norm", f"{name} divides by no group's standard deviation", harmless=True
+        )
     keys["kl"] = _kl(said) if has_ref else {"in": "none"}
-    keys |= {"clip_low": float(low), "clip_high": float(high), "dual_clip": said.take("dual_clip")}
+    keys |= {"clip_low": float(low), "clip_high": float(high)}
+    if loss == "vanilla":
+        keys["dual_clip"] = said.take("dual_clip")
     keys["entropy_coef"] = said.number("entropy_loss_coef", 0.0)
+    if refilled:
+        keys |= {"dynamic_sampling": {"on": True}, "overlong": {"buffer_tokens": 0}}
+    if said.flag("enable_vllm_is_correction"):
+        most = said.number("vllm_is_truncated_threshold", 2.0)
+        keys["rollout_correction"] = {"weights": "token", "max_weight": most}
     return keys
+
+
+def _name(name: str, loss: str, refilled: bool) -> str:
+    """Ours for an estimator with this loss: grpo's variants have names of their own."""
+    if name != "grpo":
+        return name
+    return loss if loss != "vanilla" else "dapo" if refilled else name
+
+
+def _loss(said: Settings) -> str:
+    given = str(said.take("policy_loss_type", "ppo"))
+    if given not in _LOSSES:
+        said.ignore(
+            "policy_loss_type", f"not in this version: ppo stands for it (there are: {', '.join(_LOSSES)})"
+        )
+    return _LOSSES.get(given, "vanilla")
 
 
 def _kl(said: Settings) -> dict[str, Any]:
@@ -212,7 +270,7 @@ def _kl(said: Settings) -> dict[str, Any]:
     }
     if in_loss or "kl_target" not in said:
         for name in ("kl_target", "kl_horizon"):
-            said.ignore(name, "the weight of the KL is fixed")
+            said.ignore(name, "the weight of the KL is fixed", harmless=True)
         return kl
     return kl | {"target": said.number("kl_target"), "horizon": said.number("kl_horizon", 10000)}
 
@@ -239,12 +297,13 @@ def _models(said: Settings, roles: Sequence[str], remote: str | None) -> dict[st
     trained = _tokens(said, "train_max_tokens_per_gpu", "micro_train_batch_size", longest, 4)
     scored = _tokens(said, "rollout_max_tokens_per_gpu", "micro_rollout_batch_size", longest, 8)
     layout = {"tp": said.count("ds_tensor_parallel_size", 1), "cp": said.count("ring_attn_size", 1)}
-    layout = {axis: size for axis, size in layout.items() if size > 1}
+    said_axes = {"tp": "ds_tensor_parallel_size", "cp": "ring_attn_size"}
+    layout = {axis: size for axis, size in layout.items() if size > 1 or said_axes[axis] in said}
     dtype = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}.get(
         str(said.take("param_dtype", "bf16"))
     )
     said.take("bf16")
-    said.ignore("zero_stage", _zero(said.count("zero_stage", 2)))
+    said.ignore("zero_stage", _zero(said.count("zero_stage", 2)), harmless=True)
     said.ignore("lr_warmup_ratio", "warm-up is given in updates: optim.warmup_steps")
     rank, alpha = said.count("lora_rank"), said.number("lora_alpha", 16.0)
     both = {
@@ -277,7 +336,7 @@ def _reward(said: Settings, remote: str | None, scorer: Any, scoring: dict[str, 
         if scorer is None:
             raise ForeignConfigError("no rewards: give --reward_pretrain or --remote_rm_url")
         return {"path": str(scorer).split(",")[0], **scoring}
-    said.ignore("reward_pretrain", "rewards come from --remote_rm_url")
+    said.ignore("reward_pretrain", "rewards come from --remote_rm_url", harmless=True)
     if str(remote).endswith(".py") and "agent_func_path" not in said:
         return {"path": f"{remote}:reward_func"}
     if "agent_func_path" in said:
@@ -312,9 +371,9 @@ def _optim(said: Settings, name: str, default: float) -> dict[str, Any]:
 def _tokens(said: Settings, tokens: str, sequences: str, longest: int, default: int) -> int:
     """Tokens of a micro-batch: as such with dynamic batches, else sequences of the greatest length."""
     if said.flag("use_dynamic_batch"):
-        said.ignore(sequences, "micro-batches are counted in tokens")
+        said.ignore(sequences, "micro-batches are counted in tokens", harmless=True)
         return said.count(tokens, said.count("train_max_tokens_per_gpu", 16192))
-    said.ignore(tokens, "micro-batches are counted in sequences")
+    said.ignore(tokens, "micro-batches are counted in sequences", harmless=True)
     return said.count(sequences, default) * longest
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import yaml
 
 NO_COUNTERPART = "has no counterpart here"
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
+
+Reason = tuple[str, str, bool]  # a pattern of names, why they are not in the recipe, whether that is harmless
 
 
 class ForeignConfigError(ValueError):
@@ -20,14 +20,26 @@ class ForeignConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Ignored:
-    """A setting that the recipe does not say, and why."""
+    """A setting that the recipe does not say, why, and whether the run learns the same without it."""
 
     name: str
     value: Any
     reason: str = NO_COUNTERPART
+    harmless: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} = {self.value}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A setting that the recipe says: under which dotted `key`, with which value, by which arithmetic."""
+
+    name: str
+    value: Any
+    key: str
+    means: Any
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,12 +51,18 @@ class Imported:
         demands: for each role that has devices, how many.
         n_devices: how many the other system takes in all.
         ignored: every setting that the recipe does not say.
+        mapped: every setting that it says.
+        without_effect: settings that are null, or that were taken out. Each setting is in one of the three.
+        unset: variables of the script that nobody sets.
     """
 
     recipe: Mapping[str, Any]
     demands: Mapping[str, int]
     n_devices: int
     ignored: tuple[Ignored, ...]
+    mapped: tuple[Mapped, ...] = ()
+    without_effect: tuple[Ignored, ...] = ()
+    unset: tuple[str, ...] = ()
 
     def to_yaml(self) -> str:
         """The recipe as a file."""
@@ -56,6 +74,7 @@ class Settings:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = {name: value for name, value in values.items() if value not in (None, {}, [])}
+        self._nothing = {name: value for name, value in values.items() if name not in self._values}
         self._used: set[str] = set()
         self._ignored: list[Ignored] = []
 
@@ -93,24 +112,47 @@ class Settings:
             raise ForeignConfigError(f"{name} must be true or false, got {value!r}")
         return value
 
-    def ignore(self, name: str, reason: str) -> None:
+    def ignore(self, name: str, reason: str, *, harmless: bool = False) -> None:
         """Say why `name`, where it was given, is not in the recipe."""
         if name in self._values and all(name != other.name for other in self._ignored):
             self._used.add(name)
-            self._ignored.append(Ignored(name, self._values[name], reason))
+            self._ignored.append(Ignored(name, self._values[name], reason, harmless))
 
-    def ignored(self, reasons: Sequence[tuple[str, str]] = ()) -> tuple[Ignored, ...]:
+    def ignored(self, reasons: Sequence[Reason] = ()) -> tuple[Ignored, ...]:
         """What was ignored with its reason, then what nobody asked for, by the first pattern that matches."""
-        left = [name for name in self._values if name not in self._used]
-        found = [
-            Ignored(
-                name,
-                self._values[name],
-                next((reason for pattern, reason in reasons if re.search(pattern, name)), NO_COUNTERPART),
-            )
-            for name in left
-        ]
+        found = []
+        for name in self._values:
+            if name not in self._used:
+                why = next((rest for pattern, *rest in reasons if re.search(pattern, name)), [NO_COUNTERPART])
+                found.append(Ignored(name, self._values[name], *why))
         return (*self._ignored, *found)
+
+    def nothing(self) -> tuple[Ignored, ...]:
+        """Settings that are null or empty: as if they were left out."""
+        return tuple(
+            Ignored(name, value, "says nothing: as if it were left out", True)
+            for name, value in self._nothing.items()
+        )
+
+    def mapped(
+        self, keys: Mapping[str, tuple[str, str]], recipe: Mapping[str, Any]
+    ) -> tuple[list[Mapped], list[Ignored]]:
+        """Where the settings that were used are in the recipe, and those of them that it need not say.
+
+        `keys` gives for a setting its dotted key (or several of them, with commas; empty: it only decides
+        which others count) and the arithmetic.
+        """
+        told = {other.name for other in self._ignored}
+        said, unsaid = [], []
+        for name in (name for name in self._values if name in self._used and name not in told):
+            key, how = keys[name]
+            means = [value for part in key.split(", ") if (value := _at(recipe, part)) is not None]
+            if means or not key:
+                said.append(Mapped(name, self._values[name], key, means[0] if means else None, how))
+            else:
+                reason = f"does not count in this run, so there is no {key}"
+                unsaid.append(Ignored(name, self._values[name], reason, True))
+        return said, unsaid
 
     def _number(self, name: str, default: float, *, whole: bool) -> float:
         value = self.take(name, default)
@@ -122,6 +164,14 @@ class Settings:
             what = "a whole number" if whole else "a number"
             raise ForeignConfigError(f"{name} must be {what}, got {value!r}: give its value") from None
         return number
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key, None where there is none."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def tidy(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,26 +200,3 @@ def placed(pools: Sequence[tuple[Sequence[str], int, int]], roles: Sequence[str]
     }
     placement = {"strategy": "colocate"} if len(made) == 1 else {"pools": made}
     return {"cluster": cluster, "placement": placement}
-
-
-def words(text: str) -> list[str]:
-    """A shell command, or a script, as words: comments gone, its own variables put in."""
-    text = re.sub(r"\\[ \t]*\n", " ", text)
-    try:
-        found = shlex.split(text, comments=True)
-    except ValueError as error:
-        raise ForeignConfigError(f"not readable as a command line: {error}") from None
-    variables: dict[str, str] = {}
-    out = []
-    for word in found:
-        word = _VARIABLE.sub(lambda match: _value_of(match, variables), word)
-        name, equals, value = word.partition("=")
-        if equals and name.isidentifier():
-            variables[name] = value
-        out.append(word)
-    return out
-
-
-def _value_of(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    name, default = match[1] or match[3], match[2]
-    return variables.get(name, match[0] if default is None else default)

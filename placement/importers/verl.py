@@ -15,19 +15,18 @@ import yaml
 
 from rolemesh.placement.importers.settings import (
     ForeignConfigError,
+    Ignored,
     Imported,
+    Reason,
     Settings,
     placed,
     tidy,
-    words,
 )
+from rolemesh.placement.importers.shell import read_script
+from rolemesh.placement.importers.verl_algorithm import algorithm_keys, kl_keys, name_of
+from rolemesh.placement.importers.verl_keys import KEYS
 
 _ACTOR, _ROLLOUT, _REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-_ESTIMATORS = {"gae": "ppo", "grpo": "grpo"}
-_KL_KINDS = {
-    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
-}  # fmt: skip
-_LOSSES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 _AXES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -36,76 +35,90 @@ _AXES = {
     "etp": "expert_tensor_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
 }
-_REASONS = (
+_REASONS: tuple[Reason, ...] = (
     (r"_offload$|offload_policy$",
-     "what waits in host memory is the planner's choice (pin: ROLE offload=true)"),
-    (r"fsdp|\.strategy$", "models are cut by Megatron's layouts, with its distributed optimizer, not FSDP"),
-    (r"lora|target_modules|exclude_modules", "adapters are on every layer of attention and feed-forward"),
+     "what waits in host memory is the planner's choice (pin: ROLE offload=true)", True),
+    (r"fsdp|\.strategy$", "Megatron's layouts cut models, with its distributed optimizer, not FSDP", True),
+    (r"lora|target_modules|exclude_modules", "adapters are on every linear layer", False),
     (r"gpu_memory_utilization|max_num_|free_cache|enforce_eager|cudagraph|prefill|prefix_caching|max_model_len",
-     "the engine's memory and batches are planned from model and lengths"),
-    (r"profiler|\.trace\.", "profiling: a run writes its timeline"),
-    (r"trainer\.(logger|project_name|experiment_name|log_val_generations)", "a run logs into its folder"),
-    (r"checkpoint|resume|ckpt|hdfs", "a checkpoint always holds everything, on a disk that all nodes share"),
-    (r"^ray_kwargs|nccl_timeout|ray_wait", "Ray is started by the run, with run.timeout_s"),
-    (r"multi_turn|agent|tool_config|interaction", "several turns and tools are not in this version"),
-    (r"use_remove_padding|balance_batch|use_dynamic_bsz", "always so here"),
-    (r"micro_batch_size$", "deprecated in verl: per GPU or in tokens"),
-    (r"val_kwargs|val_before_train|val_only", "validation is greedy, before and after training"),
-    (r"_target_$", "a Python class of verl"),
+     "the engine's memory and batches are planned from model and lengths", True),
+    (r"profiler|\.trace\.", "profiling: a run writes its timeline", True),
+    (r"trainer\.(logger|project_name|experiment_name|log_val)", "a run logs into its folder", True),
+    (r"checkpoint|resume|ckpt|hdfs", "a checkpoint always holds everything, on a shared disk", True),
+    (r"^ray_kwargs|nccl_timeout|ray_wait", "Ray is started by the run, with run.timeout_s", True),
+    (r"^hydra\.|^--|^config[-_]", "hydra's own", True),
+    (r"multi_turn|agent|tool_config|interaction", "several turns and tools are not in this version", False),
+    (r"use_remove_padding|balance_batch|use_dynamic_bsz", "always so here", True),
+    (r"micro_batch_size$", "deprecated in verl: per GPU or in tokens", True),
+    (rf"^{_ROLLOUT}\.log_prob_", "the actor computes them, in its own micro-batches", True),
+    (r"recompute_(method|num_layers|modules)", "recomputation is of whole layers or none", True),
+    (r"val_kwargs|val_before_train|val_only", "validation is greedy, before and after training", False),
+    (r"_target_$", "a Python class of verl", False),
 )  # fmt: skip
+_OURS = re.compile(r"^verl\.(trainer|experimental|recipe)|^recipe\.|(^|/)main_\w+\.py$")
 
 
-def import_verl(text: str, overrides: Sequence[str] = ()) -> Imported:
-    """Read verl's configuration. Raises ForeignConfigError."""
-    values = _read(text) | _pairs(overrides)
+def import_verl(
+    text: str, overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Imported:
+    """Read verl's configuration; `variables` are those of the shell. Raises ForeignConfigError."""
+    values, removed, unset = _read(text, variables or {}, overrides)
     said = Settings({name: _resolved(name, values) for name in values})
-    gae = said.take("algorithm.adv_estimator", "gae")
-    algorithm = _ESTIMATORS.get(gae, "grpo")
-    if gae not in _ESTIMATORS:
-        said.ignore("algorithm.adv_estimator", "not in this version: grpo has the same roles and operations")
-    kl = _kl(said)
+    algorithm = name_of(said)
+    kl = kl_keys(said)
     reward = _reward(said)
     present = {"critic": algorithm == "ppo", "ref": bool(kl), "reward": "model" in reward}
     roles = [r for r in ("actor", "rollout", "critic", "ref", "reward") if present.get(r, True)]
     pools = _pools(said, roles)
     fixed = placed(pools, roles)
     recipe: dict[str, Any] = {"run": _run(said), "cluster": fixed["cluster"], "data": _data(said)}
-    recipe["algorithm"] = _algorithm(said, algorithm, kl)
+    recipe["algorithm"] = algorithm_keys(said, algorithm, kl)
     recipe |= _batch(said, algorithm)
     recipe |= _models(said, roles, reward)
     recipe["placement"] = fixed["placement"]
     demands = {role: nodes * per_node for held, nodes, per_node in pools for role in held}
+    recipe = tidy(recipe)
+    ignored = said.ignored([*_absent(present, algorithm), *_REASONS])
+    mapped, unsaid = said.mapped(KEYS, recipe)
     return Imported(
-        tidy(recipe),
+        recipe,
         {role: demands[role] for role in roles},
         sum(nodes * per_node for _, nodes, per_node in pools),
-        said.ignored([*_absent(present, algorithm), *_REASONS]),
+        (*ignored, *unsaid),
+        tuple(mapped),
+        (*said.nothing(), *removed),
+        unset,
     )
 
 
-def _absent(present: Mapping[str, bool], algorithm: str) -> Iterator[tuple[str, str]]:
+def _absent(present: Mapping[str, bool], algorithm: str) -> Iterator[Reason]:
     """Why the settings of roles that are not there do not count."""
     sections = {"critic": r"^critic\.", "ref": rf"^{_REF}\.", "reward": r"^reward(_model|\.reward_model)\."}
     reasons = {"critic": f"{algorithm} has no critic", "ref": "no KL term, so no reference"}
     for role, pattern in sections.items():
         if not present[role]:
-            yield pattern, reasons.get(role, "rewards come from a function")
+            yield pattern, reasons.get(role, "rewards come from a function"), True
 
 
-def _read(text: str) -> dict[str, Any]:
-    """The settings by dotted name, from YAML or from a command line."""
+def _read(
+    text: str, variables: Mapping[str, str], overrides: Sequence[str]
+) -> tuple[dict[str, Any], list[Ignored], tuple[str, ...]]:
+    """Settings by dotted name from YAML or a command line, those taken out, variables that are not set."""
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError:
         loaded = None
     if isinstance(loaded, Mapping):
-        return dict(_flat(loaded))
-    found = _pairs(words(text))
-    if not found:
+        values, removed = _pairs(overrides, dict(_flat(loaded)))
+        return values, removed, ()
+    line = read_script(text, _OURS, variables)
+    values, removed = _pairs([*line.words, *overrides], {})
+    if not values:
         raise ForeignConfigError("neither a YAML mapping nor settings such as trainer.nnodes=2")
-    if any("megatron" in word for word in words(text) if "config" in word):
-        found.setdefault(f"{_ACTOR}.strategy", "megatron")
-    return found
+    engine = str(values.get("model_engine", "")) + str(values.get("config-name", ""))
+    if "megatron" in engine:
+        values.setdefault(f"{_ACTOR}.strategy", "megatron")
+    return values, removed, line.unset
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,18 +129,38 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def _pairs(items: Sequence[str]) -> dict[str, Any]:
-    """Overrides such as `+a.b=c`; words of another form are not settings."""
-    found = {}
-    for item in items:
-        name, equals, text = item.partition("=")
-        name = name.lstrip("+")
-        if equals and re.fullmatch(r"\w+(\.\w+)+", name):
-            try:
-                found[name] = yaml.safe_load(text)
-            except yaml.YAMLError:
-                found[name] = text
-    return found
+def _pairs(words: Sequence[str], start: Mapping[str, Any]) -> tuple[dict[str, Any], list[Ignored]]:
+    """Hydra's overrides in order over `start`: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`, and its own flags."""
+    values, removed = dict(start), list[Ignored]()
+    option = ""
+    for word in words:
+        name, equals, text = word.partition("=")
+        if option and not word.startswith("--"):
+            values[option] = word
+            option = ""
+        elif name.startswith("-"):
+            option = "" if equals else name.lstrip("-")
+            values[name.lstrip("-")] = text if equals else True
+        elif name.startswith("~"):
+            gone = name[1:]
+            values.pop(gone, None)
+            reason = "taken out of verl's configuration; here its default counts"
+            removed.append(Ignored(name, text or None, reason))
+        elif equals:
+            values |= _flat({name.lstrip("+"): _value(text)})
+        else:
+            raise ForeignConfigError(f"{word!r} is no setting such as trainer.nnodes=2: what is it for?")
+    return values, removed
+
+
+def _value(text: str) -> Any:
+    """A value in hydra's words: YAML, but `{a:1}` needs no blank."""
+    if text.startswith("{"):
+        text = re.sub(r"(?<=[{,\s])(\w+):(?=\S)", r"\1: ", text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*(\.?[\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
@@ -175,7 +208,9 @@ def _run(said: Settings) -> dict[str, Any]:
     steps = said.take("trainer.total_training_steps")
     epochs = said.count("trainer.total_epochs", 30)
     if steps is not None:
-        said.ignore("trainer.total_epochs", "trainer.total_training_steps says when to stop")
+        said.ignore("trainer.total_epochs", "trainer.total_training_steps says when to stop", harmless=True)
+    if isinstance(folder, str) and "$" in folder:
+        said.ignore("trainer.default_local_dir", "holds a variable: give run.dir", harmless=True)
     save_every = max(0, said.count("trainer.save_freq", -1))
     mode, path = said.take("trainer.resume_mode"), said.take("trainer.resume_from_path")
     return {
@@ -209,72 +244,12 @@ def _data(said: Settings) -> dict[str, Any]:
     }
 
 
-def _kl(said: Settings) -> dict[str, Any]:
-    """The KL term; empty where there is none, and so no reference."""
-    in_reward = said.flag("algorithm.use_kl_in_reward")
-    in_loss = said.flag(f"{_ACTOR}.use_kl_loss")
-    reward_names, loss_names = (
-        ("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"),
-        (f"{_ACTOR}.kl_loss_type", f"{_ACTOR}.kl_loss_coef"),
-    )
-    for names, used in ((reward_names, in_reward), (loss_names, in_loss and not in_reward)):
-        for name in names if not used else ():
-            said.ignore(
-                name, "this KL term is off" if not (in_reward and in_loss) else "one KL term, in the reward"
-            )
-    if not in_reward:
-        for name in ("type", "target_kl", "horizon"):
-            said.ignore(f"algorithm.kl_ctrl.{name}", "no KL term in the reward")
-    if not (in_reward or in_loss):
-        return {}
-    kind_name, coef_name = reward_names if in_reward else loss_names
-    kind = str(said.take(kind_name, "kl" if in_reward else "low_var_kl")).rstrip("+")
-    if kind not in _KL_KINDS:
-        said.ignore(kind_name, "not in this version: k1 stands for it")
-    kl = {
-        "in": "reward" if in_reward else "loss",
-        "kind": _KL_KINDS.get(kind, "k1"),
-        "coef": said.number(coef_name, 0.001),
-    }
-    if in_reward and said.take("algorithm.kl_ctrl.type", "fixed") == "adaptive":
-        kl["target"] = said.number("algorithm.kl_ctrl.target_kl", 0.1)
-        kl["horizon"] = said.number("algorithm.kl_ctrl.horizon", 10000)
-    else:
-        for name in ("target_kl", "horizon"):
-            said.ignore(f"algorithm.kl_ctrl.{name}", "the weight of the KL is fixed")
-    return kl
-
-
-def _algorithm(said: Settings, name: str, kl: Mapping[str, Any]) -> dict[str, Any]:
-    both = said.number(f"{_ACTOR}.clip_ratio", 0.2)
-    loss = said.take(f"{_ACTOR}.loss_agg_mode", "token-mean")
-    if loss not in _LOSSES:
-        said.ignore(f"{_ACTOR}.loss_agg_mode", f"not in this version (there are: {', '.join(_LOSSES)})")
-    keys: dict[str, Any] = {"name": name}
-    if name == "ppo":
-        keys |= {"gamma": said.number("algorithm.gamma", 1.0), "lam": said.number("algorithm.lam", 1.0)}
-        keys["value_clip"] = said.number("critic.cliprange_value", 0.5)
-        said.ignore("algorithm.norm_adv_by_std_in_grpo", "ppo has no groups")
-    else:
-        keys["norm_adv_by_std"] = said.flag("algorithm.norm_adv_by_std_in_grpo", True)
-        for unused in ("gamma", "lam"):
-            said.ignore(f"algorithm.{unused}", "counts only with a critic")
-    keys["kl"] = dict(kl)
-    return keys | {
-        "clip_low": said.number(f"{_ACTOR}.clip_ratio_low", both),
-        "clip_high": said.number(f"{_ACTOR}.clip_ratio_high", both),
-        "dual_clip": said.number(f"{_ACTOR}.clip_ratio_c", 3.0),
-        "entropy_coef": said.number(f"{_ACTOR}.entropy_coeff", 0.0),
-        "loss_agg": loss if loss in _LOSSES else None,
-    }
-
-
 def _batch(said: Settings, algorithm: str) -> dict[str, Any]:
     prompts, samples = said.count("data.train_batch_size", 1024), said.count(f"{_ROLLOUT}.n", 1)
     mini = said.count(f"{_ACTOR}.ppo_mini_batch_size", 256)  # verl counts prompts here
-    if said.take("critic.ppo_mini_batch_size", mini) != mini:
+    if algorithm == "ppo" and said.take("critic.ppo_mini_batch_size", mini) != mini:
         said.ignore("critic.ppo_mini_batch_size", "actor and critic learn from the same mini-batches")
-    if said.take("critic.ppo_epochs", 1) != said.count(f"{_ACTOR}.ppo_epochs", 1):
+    if algorithm == "ppo" and said.take("critic.ppo_epochs", 1) != said.count(f"{_ACTOR}.ppo_epochs", 1):
         said.ignore("critic.ppo_epochs", "actor and critic learn from the same mini-batches")
     return {
         "batch": {
@@ -362,17 +337,16 @@ def _models(said: Settings, roles: Sequence[str], reward: Mapping[str, Any]) -> 
 def _rollout(said: Settings) -> dict[str, Any]:
     name = said.take(f"{_ROLLOUT}.name", "vllm")
     if name not in ("vllm", "hf"):
-        said.ignore(f"{_ROLLOUT}.name", "planned as vllm, whose costs are of the same kind")
-    axes = {
-        "tp": said.count(f"{_ROLLOUT}.tensor_model_parallel_size", 2),
-        "pp": said.count(f"{_ROLLOUT}.pipeline_model_parallel_size", 1),
-    }
+        said.ignore(f"{_ROLLOUT}.name", "planned as vllm, whose costs are of the same kind", harmless=True)
+    tp, pp = (f"{_ROLLOUT}.{_AXES[axis]}" for axis in ("tp", "pp"))
+    axes = {"tp": said.count(tp, 2)} | ({"pp": said.count(pp, 1)} if pp in said else {})
     if name == "hf":
-        said.ignore(f"{_ROLLOUT}.tensor_model_parallel_size", "engine hf keeps a whole model in each process")
+        for key in (tp, pp):
+            said.ignore(key, "engine hf keeps a whole model in each process", harmless=True)
         axes = {}
     return {
         "engine": "hf" if name == "hf" else "vllm",
-        "layout": {axis: size for axis, size in axes.items() if size > 1},
+        "layout": axes,
         "temperature": said.number(f"{_ROLLOUT}.temperature", 1.0),
         "top_p": said.number(f"{_ROLLOUT}.top_p", 1.0),
         "top_k": max(0, said.count(f"{_ROLLOUT}.top_k", -1)),
@@ -383,12 +357,15 @@ def _layout(said: Settings, prefix: str) -> dict[str, Any]:
     """Megatron's sizes, or the sequence cut of FSDP as context parallelism."""
     megatron = said.take(f"{prefix}.strategy") == "megatron" or said.under(f"{prefix}.megatron")
     if not megatron:
-        ulysses = said.count(f"{prefix}.ulysses_sequence_parallel_size", 1)
-        return {"cp": ulysses} if ulysses > 1 else {}
-    sizes = {axis: said.count(f"{prefix}.megatron.{name}", 1) for axis, name in _AXES.items()}
-    layout: dict[str, Any] = {axis: size for axis, size in sizes.items() if size > 1}
-    if said.flag(f"{prefix}.megatron.sequence_parallel", True) and sizes["tp"] > 1:
-        layout["sequence_parallel"] = True
+        name = f"{prefix}.ulysses_sequence_parallel_size"
+        ulysses = said.count(name, 1)
+        return {"cp": ulysses} if ulysses > 1 or name in said else {}
+    names = {axis: f"{prefix}.megatron.{name}" for axis, name in _AXES.items()}
+    layout: dict[str, Any] = {
+        axis: size for axis, name in names.items() if (size := said.count(name, 1)) > 1 or name in said
+    }
+    if (cut := f"{prefix}.megatron.sequence_parallel") in said or layout.get("tp", 1) > 1:
+        layout["sequence_parallel"] = said.flag(cut, True) and layout.get("tp", 1) > 1
     return layout
 
 
@@ -407,8 +384,8 @@ def _optim(said: Settings, prefix: str, lr: float, clip: str) -> dict[str, Any]:
     return {
         "lr": rate,
         "min_lr": floor if decay != "constant" and floor else None,
-        "warmup_steps": warmup if warmup > 0 else None,
-        "decay": decay if decay != "constant" else None,
+        "warmup_steps": warmup if warmup >= 0 else None,
+        "decay": decay,
         "weight_decay": said.number(f"{prefix}.weight_decay", 0.01),
         "beta1": float(betas[0]),
         "beta2": float(betas[1]),
@@ -437,8 +414,8 @@ def _tokens(
 ) -> int | None:
     """Tokens of a micro-batch: as such, or as sequences of the greatest length; None where none is said."""
     if dynamic:
-        said.ignore(sequences, "micro-batches are counted in tokens")
+        said.ignore(sequences, "micro-batches are counted in tokens", harmless=True)
         return said.count(tokens, default)
-    said.ignore(tokens, "micro-batches are counted in sequences")
+    said.ignore(tokens, "micro-batches are counted in sequences", harmless=True)
     count = said.count(sequences)
     return count * longest if count else None

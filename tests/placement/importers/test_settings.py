@@ -1,22 +1,9 @@
-"""What importers share: shell words, and settings that remember what was used."""
+"""What importers share: settings that remember what was used, and pools."""
 
 import pytest
 
 from rolemesh.placement.importers import ForeignConfigError, import_config
-from rolemesh.placement.importers.settings import Settings, placed, words
-
-
-def test_a_script_is_read_as_words_with_its_own_variables():
-    script = """
-    # comment
-    NODES=2
-    python3 -m main trainer.nnodes=$NODES trainer.n_gpus_per_node=${GPUS:-4} \\
-        data.path="${NODES}/a b" left=$HOME
-    """
-    assert words(script) == [
-        "NODES=2", "python3", "-m", "main", "trainer.nnodes=2", "trainer.n_gpus_per_node=4",
-        "data.path=2/a b", "left=$HOME",
-    ]  # fmt: skip
+from rolemesh.placement.importers.settings import Settings, placed
 
 
 def test_what_is_not_used_is_ignored_with_the_first_reason_that_matches():
@@ -25,7 +12,7 @@ def test_what_is_not_used_is_ignored_with_the_first_reason_that_matches():
     said.ignore("b", "because")
     said.ignore("b", "twice")
     said.ignore("absent", "never")
-    assert [str(entry) for entry in said.ignored([("^c", "a section")])] == [
+    assert [str(entry) for entry in said.ignored([("^c", "a section", True)])] == [
         "b = x: because",
         "c.d = True: a section",
     ]

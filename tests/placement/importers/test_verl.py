@@ -161,16 +161,13 @@ def test_the_defaults_of_verl_hold_for_what_is_left_out():
     assert found.ignored == ()
 
 
-def test_an_estimator_that_is_not_here_is_named():
-    found = import_config("verl", "algorithm.adv_estimator=rloo\nactor_rollout_ref.rollout.n=4")
-    assert found.recipe["algorithm"]["name"] == "grpo"
-    assert str(found.ignored[0]).startswith("algorithm.adv_estimator = rloo: not in this version: grpo")
+def test_an_estimator_that_is_not_here_is_refused_by_name():
+    with pytest.raises(ForeignConfigError, match="adv_estimator is 'gpg', which is not in this version"):
+        import_config("verl", "algorithm.adv_estimator=gpg")
 
 
 def test_text_without_settings_is_refused():
-    with pytest.raises(ForeignConfigError, match="neither a YAML mapping nor settings"):
+    with pytest.raises(ForeignConfigError, match="'hello' is no setting such as"):
         import_config("verl", "hello")
-    with pytest.raises(
-        ForeignConfigError, match=r"trainer\.nnodes must be a whole number, got '\$\{NNODES\}'"
-    ):
+    with pytest.raises(ForeignConfigError, match=r"trainer\.nnodes must be a whole number, got '\$NNODES'"):
         import_config("verl", "trainer.nnodes=${NNODES}")
