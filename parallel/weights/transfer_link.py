@@ -190,6 +190,9 @@ class _Meet:
         plan = self._plan(members, crossing)
         halves = (HALVES, meeting.bucket_bytes)
         holding, expected = self._expected(plan)
+        gloo = self._group("gloo", dist.ProcessGroupGloo)
+        nccl_group = self._group("nccl", dist.ProcessGroupNCCL) if nccl else None
+        self._exchange("joined", True)  # no one may be done, and gone, while another still connects
         return Link(
             meeting,
             process,
@@ -202,8 +205,8 @@ class _Meet:
             read,
             holding,
             expected,
-            self._group("gloo", dist.ProcessGroupGloo),
-            self._group("nccl", dist.ProcessGroupNCCL) if nccl else None,
+            gloo,
+            nccl_group,
         )
 
     def _plan(self, members: list[Member], crossing: Crossing) -> TransferPlan:
