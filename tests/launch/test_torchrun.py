@@ -126,7 +126,7 @@ def torchrun_names() -> set[str]:
     return set(rendezvous.NAMES)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_wrong_recipe_ends_every_rank_with_its_code_before_ray_starts(tmp_path):
     recipe = small_recipe(tmp_path, cluster={"device": "cpu", "per_node": 1, "nodes": 3})
