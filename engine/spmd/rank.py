@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import pickle
-import sys
 import threading
 import time
 import traceback
@@ -36,6 +35,7 @@ from rolemesh.placement.layout import Layout
 _STACKS_S = 30.0  # after a call's limit, for the collectives' own errors to come first
 _CAUSE_S = 5.0  # for the rank that failed first to say why
 _POLL_S = 0.2
+_STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.node, self.device, self.local_rank, self.limit_s = node, device, local_rank, limit_s
         self.workers: dict[str, Worker] = {}
-        self._store = store
-        self._ask_store, self._asks = ask_store, 0
+        self._store: Any = store  # its types know values of text only
+        self._ask_store: Any = ask_store
+        self._asks = 0
         self._ask_lock = threading.Lock()
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s + _STACKS_S))
         self._calls = 0
@@ -217,7 +218,7 @@ class World:
 
     def _own(self, request: Request) -> Reply:
         """Carry out a request here; one that takes too long ends the process with its Python stacks."""
-        faulthandler.dump_traceback_later(request.limit_s + _STACKS_S, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(request.limit_s + _STACKS_S, exit=True, file=_STDERR)
         try:
             return self._carried_out(request)
         except BaseException as error:

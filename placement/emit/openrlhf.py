@@ -138,10 +138,22 @@ def _algorithm(keys: Keys, left_out: list[str]) -> Iterator[tuple[str, Any]]:
         left_out.append("algorithm.overlong: put the penalty into the reward function")
 
 
+def _lora(keys: Keys, left_out: list[str]) -> Iterator[tuple[str, Any]]:
+    """Adapters of all models alike, as OpenRLHF has them."""
+    lora = keys["actor"]["lora"]
+    if keys["critic"]["lora"] != lora:
+        left_out.append("critic.lora: OpenRLHF gives all models the actor's adapters")
+    if lora["rank"]:
+        yield from (("lora_rank", lora["rank"]), ("lora_alpha", lora["alpha"]))
+
+
 def _models(keys: Keys, plan: PlacementPlan, left_out: list[str]) -> Iterator[tuple[str, Any]]:
     actor, optim, rollout = keys["actor"], keys["actor"]["optim"], keys["rollout"]
     yield from (("pretrain", actor["path"]), ("param_dtype", _DTYPES[actor["dtype"]]))
-    yield "gradient_checkpointing", actor["recompute"]
+    yield "gradient_checkpointing", actor["recompute"] == "full"
+    if actor["recompute"] == "selective":
+        left_out.append("actor.recompute selective: OpenRLHF recomputes whole layers or nothing")
+    yield from _lora(keys, left_out)
     yield from (
         ("actor_learning_rate", optim["lr"]),
         ("l2", optim["weight_decay"]),

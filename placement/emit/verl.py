@@ -188,8 +188,15 @@ def _models(keys: Keys, plan: PlacementPlan) -> Iterator[tuple[str, Any]]:
         yield f"{prefix}.optim.lr_decay_style", optim["decay"]
         yield f"{prefix}.optim.min_lr", optim["min_lr"] or None
         yield f"+{prefix}.optim.betas", f"[{optim['beta1']},{optim['beta2']}]"
-        if section["recompute"]:
-            yield f"+{prefix}.megatron.override_transformer_config.recompute_granularity", "full"
+        if section["recompute"] != "none":
+            name = f"+{prefix}.megatron.override_transformer_config.recompute_granularity"
+            yield name, section["recompute"]
+        if section["lora"]["rank"]:
+            model = "actor_rollout_ref.model" if role == "actor" else "critic.model"
+            yield from (
+                (f"{model}.lora_rank", section["lora"]["rank"]),
+                (f"{model}.lora_alpha", section["lora"]["alpha"]),
+            )
     if "critic" in plan.roles:
         yield "critic.model.path", keys["critic"]["path"]
     yield from _reward(keys["reward"])

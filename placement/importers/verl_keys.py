@@ -27,7 +27,7 @@ def _roles() -> Iterator[tuple[str, tuple[str, str]]]:
         yield f"{prefix}.strategy", ("", "says whether Megatron's sizes count, or FSDP's")
         yield (
             f"{prefix}.megatron.override_transformer_config.recompute_granularity",
-            (f"{role}.recompute", "full: true"),
+            (f"{role}.recompute", ""),
         )
     for prefix, role in {_ACTOR: "actor", "critic": "critic"}.items():
         for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
@@ -118,9 +118,13 @@ KEYS: Mapping[str, tuple[str, str]] = {
     "algorithm.kl_ctrl.target_kl": ("algorithm.kl.target", ""),
     "algorithm.kl_ctrl.horizon": ("algorithm.kl.horizon", ""),
     "actor_rollout_ref.model.path": ("actor.path", ""),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.recompute", ""),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.recompute", "true: full"),
+    "actor_rollout_ref.model.lora_rank": ("actor.lora.rank", ""),
+    "actor_rollout_ref.model.lora_alpha": ("actor.lora.alpha", ""),
     "critic.model.path": ("critic.path", ""),
-    "critic.model.enable_gradient_checkpointing": ("critic.recompute", ""),
+    "critic.model.enable_gradient_checkpointing": ("critic.recompute", "true: full"),
+    "critic.model.lora_rank": ("critic.lora.rank", ""),
+    "critic.model.lora_alpha": ("critic.lora.alpha", ""),
     f"{_REF}.log_prob_max_token_len_per_gpu": ("ref.micro_batch_tokens", ""),
     f"{_REF}.log_prob_micro_batch_size_per_gpu": ("ref.micro_batch_tokens", _LONGEST),
     f"{_REF}.log_prob_use_dynamic_bsz": _DYNAMIC,

@@ -107,7 +107,7 @@ def test_the_reference_runs_when_asked_for_or_needed(name, reference, kl_in, rea
 
 
 def test_unknown_names_and_features_are_refused():
-    with pytest.raises(GraphError, match=r"'pppo' \(registered: .*grpo, ppo.*did you mean ppo"):
+    with pytest.raises(GraphError, match=r"'pppo' \(registered: .*grpo.*ppo.*did you mean ppo"):
         step_graph("pppo")
     with pytest.raises(GraphError, match="model, function, remote, judge, composite, got 'modle'"):
         step_graph("ppo", reward="modle")
