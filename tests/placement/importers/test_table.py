@@ -119,8 +119,9 @@ def test_every_algorithm_has_its_words_in_verl(name: str, tmp_path):
 
 def test_whether_results_change_is_said():
     found = import_config(
-        "verl", "algorithm.adv_estimator=gae trainer.logger=x actor_rollout_ref.model.lora_rank=8"
+        "verl",
+        "algorithm.adv_estimator=gae trainer.logger=x actor_rollout_ref.rollout.multi_turn.enable=True",
     )
     assert {i.name: i.harmless for i in found.ignored} == {
-        "trainer.logger": True, "actor_rollout_ref.model.lora_rank": False,
+        "trainer.logger": True, "actor_rollout_ref.rollout.multi_turn.enable": False,
     }  # fmt: skip
