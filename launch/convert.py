@@ -32,7 +32,7 @@ def convert_checkpoint(checkpoint: Path, out: Path, role: str = "actor") -> Iter
         shard(path, out, head=head)
         yield f"sharded checkpoint, before any update: {out}"
         return
-    if (path / SETTINGS).is_dir():
+    if (path / SETTINGS / "config.json").is_file():  # a run's checkpoint has a folder per role there
         source = path / SETTINGS
         dtype = json.loads((source / "config.json").read_text()).get("dtype", "float32")
         yield f"{path}: a sharded checkpoint, {dtype}"

@@ -121,6 +121,9 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
     if not recipe.has_critic:
         reason = f"algorithm.name is {recipe.algorithm.name}, which has no critic"
         mark(reason, "critic", "algorithm.value_clip", "batch.critic_warmup")
+    for role in ("actor", "critic"):
+        if not getattr(recipe, role).lora.rank:
+            mark(f"{role}.lora.rank is 0", f"{role}.lora.alpha")
     if not recipe.has_ref:
         paths: tuple[str, ...] = tuple(
             f"algorithm.kl.{name}" for name in ("kind", "coef", "target", "horizon")

@@ -59,7 +59,7 @@ def attention_bytes(shape: ModelShape, layout: Layout, run: Pass, software: Soft
     query, key, value = _attention_widths(shape)
     out = shape.n_heads * (shape.latent.v_dim if shape.latent else shape.head_dim)
     kept_kv = max(1.0, layout.tp / shape.n_kv_heads)  # too few KV heads are copied over tp
-    cut = size * (query + kept_kv * (key + value)) + size * out
+    cut = size * (query + kept_kv * (key + value)) + size * out * (2 if software.by_sample else 1)
     if software.flash:
         cut += 4 * shape.n_heads  # log of each row's sum, fp32
     if shape.latent:
@@ -71,8 +71,9 @@ def attention_bytes(shape: ModelShape, layout: Layout, run: Pass, software: Soft
     if shape.latent:
         whole += _norm(software, size) * (shape.latent.kv_rank + (shape.latent.q_rank or 0))
         whole += run.matmul_bytes * (shape.latent.kv_rank + (shape.latent.q_rank or 0))
-    # Rotary tables, the same for all rows of a micro-batch.
-    tables = software.rotary * run.seq_len / layout.cp * size * _rotary_dim(shape)
+    # Rotary tables, the same for all rows of a micro-batch unless each token has its own row.
+    positions = run.tokens if software.by_sample else run.seq_len / layout.cp
+    tables = software.rotary * positions * size * _rotary_dim(shape)
     return run.tokens * (whole / _sequence_parts(layout) + cut / layout.tp) + tables
 
 

@@ -27,7 +27,13 @@ from rolemesh.placement.layout import Layout
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
-SMALL = ("run.steps=1", "batch.prompts=16", "batch.mini_batch_samples=8", "data.val_prompts=16")
+SMALL = (
+    "run.steps=1",
+    "batch.prompts=16",
+    "batch.samples_per_prompt=1",
+    "batch.mini_batch_samples=8",
+    "data.val_prompts=16",
+)
 JUDGE = """
     def answer(request, text):
         if "The number: " not in text:  # the question at the start, whether it is there

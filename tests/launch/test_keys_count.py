@@ -145,6 +145,7 @@ WITH = {
     **{f"placement.pin.{strength}": ["placement.strategy=auto"] for strength in ("must", "prefer", "avoid")},
     "algorithm.norm_tokens": ["algorithm.loss_agg=seq-mean-token-sum-norm"],
     "algorithm.overlong.penalty": ["algorithm.overlong.buffer_tokens=10"],
+    **{f"{role}.lora.alpha": [f"{role}.lora.rank=8"] for role in ("actor", "critic")},
     **{
         f"algorithm.dynamic_sampling.{name}": ["algorithm.name=grpo", "algorithm.dynamic_sampling.on=true"]
         for name in ("tries", "at_limit", "expect_tries")

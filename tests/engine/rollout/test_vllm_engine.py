@@ -1,6 +1,7 @@
 """A real vLLM engine in this process, against a plain forward pass and greedy decoding of transformers."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.alone,
     pytest.mark.timeout(500),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
@@ -33,10 +35,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(checkpoint: Path) -> VLLMEngine:
-    return VLLMEngine(
+def started(checkpoint: Path) -> Iterator[VLLMEngine]:
+    """The engine; what it leaves in this process, a world and variables, goes with it."""
+    before = dict(os.environ)
+    yield VLLMEngine(
         EngineSpec(str(checkpoint), "float32", OPTIONS, 136, kv_tokens=4096, partial=True, sleeps=True)
     )
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -47,9 +47,9 @@ def test_a_gpt_layer_keeps_34_bytes_per_value_and_5_per_score() -> None:
 #   norms: fp32 input and fp32 normalised, output in the dtype, twice      2 * 512 * (8 + 2)     = 10240
 #   projections of q, k, v in one tensor (512 + 2 * 128)                   2 * 768               =  1536
 #   rotated queries and keys                                               2 * (512 + 128)       =  1280
-#   attention's output, and the log-sum of each row                        2 * 512 + 4 * 8       =  1056
+#   attention's output, of the sample and of all; log-sum of each row      2 * 2 * 512 + 4 * 8   =  2080
 #   gate and up; silu of the gate, a copy of up, the product               2 * (2 + 3) * 1376    = 13760
-HOOKED = 10240 + 1536 + 1280 + 1056 + 13760
+HOOKED = 10240 + 1536 + 1280 + 2080 + 13760
 TABLES = 4 * 64 * 2
 GQA = ModelShape("llama", 1, 512, 1376, 8, 2, 64, 4096, 4096)
 

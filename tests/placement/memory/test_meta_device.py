@@ -75,7 +75,9 @@ def build_all(sizes: dict[str, Any], layout: Layout, head: Any) -> list[list[int
             dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
             config = transformer_config(shape, layout, stage, dtype=torch.bfloat16)
             config.perform_initialization = False  # it would need a CUDA random state
-            module = build_stage(shape, config, make_groups(layout), head=head, device=torch.device("meta"))
+            module = build_stage(
+                shape, config, make_groups(layout), layout=layout, head=head, device=torch.device("meta")
+            )
             parameters = list(module.parameters())
             assert all(parameter.is_meta for parameter in parameters)
             counts[-1].append(sum(parameter.numel() for parameter in parameters))

@@ -50,6 +50,7 @@ def kept(sizes: dict[str, Any], layout: Layout, dtype: str, recompute: bool) -> 
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from rolemesh.parallel.config import transformer_config
+    from rolemesh.parallel.context import Packed
     from rolemesh.parallel.groups import make_groups
     from rolemesh.parallel.process_state import prepare_process
     from rolemesh.parallel.stage import build_stage
@@ -57,8 +58,10 @@ def kept(sizes: dict[str, Any], layout: Layout, dtype: str, recompute: bool) -> 
     dist.init_process_group("fake", rank=0, world_size=layout.world, store=FakeStore())
     device, shape = torch.device("cpu"), ModelShape(**sizes)
     prepare_process(device, 0)
-    config = transformer_config(shape, layout, 0, dtype=getattr(torch, dtype), recompute=recompute)
-    module = build_stage(shape, config, make_groups(layout), head="lm", device=device)
+    config = transformer_config(
+        shape, layout, 0, dtype=getattr(torch, dtype), recompute="full" if recompute else "none"
+    )
+    module = build_stage(shape, config, make_groups(layout), layout=layout, head="lm", device=device)
     parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     seen: dict[int, Any] = {}
 
@@ -69,7 +72,8 @@ def kept(sizes: dict[str, Any], layout: Layout, dtype: str, recompute: bool) -> 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        module(torch.zeros(ROWS, TOKENS, dtype=torch.int64), None, None)
+        packed = Packed.of([row * TOKENS for row in range(ROWS + 1)], 1, 0, device)
+        module(torch.zeros(1, ROWS * TOKENS, dtype=torch.int64), None, None, packed_seq_params=packed)
     dist.destroy_process_group()
     return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
