@@ -38,8 +38,8 @@ class Software:
         glu: tensors as wide as the feed-forward that a gated one keeps beside gate and up projection.
         rope: rotated queries and keys are kept beside the projections that they were made from.
         rotary: tables of cosines and sines that each layer keeps, one row per position.
-        by_sample: attention runs on one packed sample after the other: its output is kept twice, of the sample
-            and of all, and the rotary tables have a row per token.
+        by_sample: attention runs on one packed sample after the other: its output is kept twice, of the
+            sample and of all, and rotary tables have a row per token.
         dropout: masks of one byte per value are kept.
         logit: bytes per logit at the peak of a head that makes all logits, loss and gradient included.
         expert_saved, expert_grad: bytes per hidden value of a token sent to an expert, kept and at the
