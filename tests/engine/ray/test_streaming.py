@@ -67,6 +67,7 @@ class Trained(RolloutWorker):
     def load_checkpoint(self) -> None:
         model = AutoModelForCausalLM.from_pretrained(self.spec.path)
         self.engine.load_weights(model.named_parameters())
+        self.version = 0
 
 
 class Scores(Worker):
