@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 
+@pytest.mark.slow
 def test_the_moe_example_trains_and_its_checkpoint_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("moe_assets", ROOT / "examples/moe/make_assets.py")
     assets = importlib.util.module_from_spec(spec)

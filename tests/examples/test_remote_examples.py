@@ -224,6 +224,7 @@ def test_the_judge_example_runs_with_a_judge_that_sometimes_has_no_answer(clone,
     assert any((clone / "runs" / "judge-cache").rglob("*.json"))
 
 
+@pytest.mark.slow
 def test_the_readmes_commands_for_services_run(clone):
     """As they stand there, but for free ports and a single step."""
     block = next(

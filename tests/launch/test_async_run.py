@@ -22,7 +22,7 @@ from rolemesh.placement.schedule import ahead_of
 from rolemesh.placement.simulator import SimulatedPool, simulate
 from rolemesh.placement.timeline import Span, Timeline
 
-pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 STEPS = 5
 OVERRIDES = (
@@ -164,7 +164,6 @@ def test_each_token_is_one_update_old_but_the_first_steps(run: Path):
     assert statistics.mean(rows[step]["rollout_corr/k3_kl"] for step in range(2, STEPS + 1)) > 0
 
 
-@pytest.mark.slow
 def test_stopped_by_sigterm_and_resumed_it_learns_what_the_unbroken_run_does(folder, run: Path):
     process = start(folder, "run.dir=runs/stopped", "run.validate_every=0")
     lines: list[str] = []

@@ -90,6 +90,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.timeout(500)
+@pytest.mark.slow
 def test_a_run_without_ray_gives_the_metrics_and_weights_of_a_colocated_run_with_it(recipe):
     here, there = recipe.parent / "spmd", recipe.parent / "ray"
     output = torchrun(str(recipe), f"run.dir={here}")

@@ -60,6 +60,7 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_fine_tuning_lowers_the_held_out_loss_and_goes_on_from_a_checkpoint(folder):
     rolemesh(folder, "sft", "my.yaml", "run.dir=runs/sft")
     run = folder / "runs" / "sft"

@@ -100,6 +100,7 @@ def users_of(folder: Path) -> list[list[str]]:
 @pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
     """Standing-by ranks, a port that another Ray may have, a long folder for Ray's files."""
     recipe, long = small_recipe(tmp_path), tmp_path / ("x" * 80)

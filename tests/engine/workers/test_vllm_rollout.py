@@ -191,6 +191,7 @@ def test_a_partial_step_takes_the_first_finished_groups_and_the_next_one_writes_
     assert (versions.max(1).values > versions[:, 0]).any(), "some samples are of several versions"
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_replaced_with_the_current_weights_and_its_rows_written_again(
     rollout: RayWorkerGroup,
 ):
