@@ -52,7 +52,7 @@ class EngineSpec:
     """
 
     path: str
-    dtype: str
+    dtype: Any  # a name of torch, such as "bfloat16"; vLLM lists those it takes
     sampling: SamplingOptions
     max_tokens: int
     tp: int = 1
