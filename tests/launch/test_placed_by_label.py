@@ -97,7 +97,7 @@ def recipe(folder: Path, nodes: dict[str, str], pools: dict[str, dict]):
 def seats(folder: Path, nodes: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     """For pools of a recipe: the nodes of each role's processes, as these say, and what Ray has left then."""
     names = {node_id: name for name, node_id in nodes.items()}
-    monkeypatch.setattr(train, "_worker", lambda *_: RayClassWithInitArgs(Seated))
+    monkeypatch.setattr(train, "worker_of", lambda *_: RayClassWithInitArgs(Seated))
 
     def seated(pools: dict[str, dict]) -> tuple[dict[str, Counter], dict[str, float]]:
         asked = recipe(folder, nodes, pools)
