@@ -14,7 +14,7 @@ from rolemesh.launch.algorithm_rules import algorithm_notes
 from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, updates
 from rolemesh.launch.checkpoint_rules import Resume, find_checkpoint
 from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
-from rolemesh.launch.engine_check import engine_problems
+from rolemesh.launch.engine_check import engine_problems, judge_problems
 from rolemesh.launch.fields import RecipeError, Section
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.loggers import absent_loggers
@@ -62,8 +62,9 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     if not report.problems:
         _check_prompts(recipe, report)
     checkpoints = _read_models(recipe, report)
-    report.problems += [*_heads(recipe, checkpoints), *_lengths(recipe, checkpoints)]
-    report.problems += [*_vocabularies(checkpoints)]
+    judge = checkpoints.get("reward") if recipe.judge_is_placed else None
+    alike = {role: one for role, one in checkpoints.items() if one is not judge}  # see the same tokens
+    report.problems += [*_heads(recipe, alike), *_lengths(recipe, alike), *_vocabularies(alike)]
     if recipe.actor.router_loss and "actor" in checkpoints and checkpoints["actor"].shape.moe is None:
         report.problems.append("actor.router_loss: the actor is no mixture of experts: leave it out")
     try:
@@ -76,6 +77,8 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
         report.problems += not_runnable(report.plan)
         if "actor" in checkpoints:
             report.problems += engine_problems(recipe, report.plan, checkpoints["actor"].shape)
+        if judge is not None:
+            report.problems += judge_problems(recipe, report.plan, judge)
         report.notes += _nothing_overlaps(recipe, report.plan)
         report.lines += report.plan.summary()
         report.lines += batch_lines(recipe, report.plan)
