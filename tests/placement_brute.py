@@ -281,12 +281,14 @@ def option_keeps(pin: Pin, role: str, cost: RoleCost, devices: DeviceSet, racks:
 
 
 def waits(instance: Instance) -> dict[str, set[str]]:
-    """What each operation waits for; one step off, the batch of this step's generation is no matter."""
+    """What each operation waits for; one step off, the batch of this step's generation is no matter, nor its
+    scores where they are made sample by sample.
+    """
     found = {name: set(others) for name, others in instance.graph.dependencies().items()}
     if instance.staleness:
         for name in found:
             if name != "sync_weights":  # which replaces the weights that generation uses
-                found[name].discard("generate")
+                found[name] -= {"generate"} if "reward" in instance.roles else {"generate", "reward"}
     return found
 
 
