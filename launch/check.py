@@ -64,7 +64,12 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     checkpoints = _read_models(recipe, report)
     judge = checkpoints.get("reward") if recipe.judge_is_placed else None
     alike = {role: one for role, one in checkpoints.items() if one is not judge}  # see the same tokens
-    report.problems += [*_heads(recipe, alike), *_lengths(recipe, alike), *_vocabularies(alike)]
+    report.problems += [
+        *_quantized(alike),
+        *_heads(recipe, alike),
+        *_lengths(recipe, alike),
+        *_vocabularies(alike),
+    ]
     if recipe.actor.router_loss and "actor" in checkpoints and checkpoints["actor"].shape.moe is None:
         report.problems.append("actor.router_loss: the actor is no mixture of experts: leave it out")
     try:
@@ -197,6 +202,16 @@ def _read_models(recipe: Recipe, report: CheckReport) -> dict[str, Checkpoint]:
         except RecipeError as error:
             report.problems.append(f"{role}.path: {error}")
     return checkpoints
+
+
+def _quantized(checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    for role, checkpoint in checkpoints.items():
+        if checkpoint.quantized:
+            yield (
+                f"{role}.path: {checkpoint.path} holds {checkpoint.quantized} weights; training and scoring "
+                "need them in bfloat16 or float32: take a folder of the model in such a type, or convert it "
+                "with its publisher's script"
+            )
 
 
 def _heads(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:

@@ -18,11 +18,15 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder; `tokens` maps token to id, None where the folder has no tokenizer that can be read."""
+    """A model folder; `tokens` maps token to id, None where the folder has no tokenizer that can be read.
+
+    `quantized` names the method (`fp8`, `gptq`) of weights that are no plain numbers; else empty.
+    """
 
     path: str
     shape: ModelShape
     tokens: Mapping[str, int] | None
+    quantized: str = ""
 
     @property
     def n_tokens(self) -> int | None:
@@ -46,7 +50,9 @@ def read_checkpoint(path: str) -> Checkpoint:
         shape = ModelShape.from_config(config)
     except ModelError as error:
         raise RecipeError(f"{path}: {error}") from error
-    return Checkpoint(path, shape, _read_tokens(folder))
+    quantized = config.get("quantization_config")
+    method = str(quantized.get("quant_method", "quantized")) if isinstance(quantized, dict) else ""
+    return Checkpoint(path, shape, _read_tokens(folder), method)
 
 
 def _read_json(path: Path) -> Any:

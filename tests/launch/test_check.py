@@ -158,6 +158,19 @@ def test_a_tokenizer_that_is_not_the_actors_is_explained(folder, tmp_path):
     assert "has 104 tokens, but the model of critic has 64 embeddings" in message
 
 
+def test_quantized_weights_are_refused(folder, tmp_path):
+    path = tiny_checkpoint(tmp_path / "fp8")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (path / "config.json").write_text(json.dumps(config))
+    said = check(folder, f"actor.path={path}", f"ref.path={path}").problems
+    assert said[0] == (
+        f"actor.path: {path} holds fp8 weights; training and scoring need them in bfloat16 or float32: take "
+        "a folder of the model in such a type, or convert it with its publisher's script"
+    )
+    assert said[1].startswith(f"ref.path: {path} holds fp8 weights")
+
+
 def test_missing_weight_files_are_counted(folder, tmp_path):
     tiny_checkpoint(tmp_path, max_shard_size="50KB")
     sorted(tmp_path.glob("*.safetensors"))[0].unlink()
