@@ -25,7 +25,10 @@ ref: {dtype: float32}
 reward: ./reward.py:compute_score
 placement: colocate
 """
-REWARD = "def compute_score(source, solution, truth, extra=None):\n    return float(solution.count('7'))\n"
+REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return float(len(solution_str))\n"
+)
 RUNS = {
     "vpp, recompute, offload": {
         "actor": {"layout": {"pp": 2, "vpp": 2}, "recompute": "full", "offload": True},
