@@ -84,6 +84,14 @@ def _read_tokens(folder: Path) -> dict[str, int] | None:
     return None
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a Hugging Face folder can write chat messages."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(_read_json(config).get("chat_template"))
+
+
 def read_shapes(recipe: Recipe) -> tuple[dict[str, ModelShape], list[str]]:
     """The models of the roles from their config.json (weights are not needed), and a note for each without.
 
