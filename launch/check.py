@@ -14,7 +14,7 @@ from rolemesh.launch.algorithm_rules import algorithm_notes
 from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, updates
 from rolemesh.launch.check_report import CheckReport
 from rolemesh.launch.checkpoint_rules import find_checkpoint
-from rolemesh.launch.checkpoints import Checkpoint, has_chat_template, read_checkpoint
+from rolemesh.launch.checkpoints import Checkpoint, has_chat_template, needs_own_code, read_checkpoint
 from rolemesh.launch.engine_check import engine_problems
 from rolemesh.launch.fields import RecipeError, Section
 from rolemesh.launch.live_cluster import live_cluster
@@ -275,6 +275,12 @@ def _vocabularies(checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
     if actor.tokens is None:
         yield f"actor.path: {actor.path} has no tokenizer (tokenizer.json or tokenizer.model)"
         return
+    for path in dict.fromkeys(checkpoint.path for checkpoint in checkpoints.values()):
+        if needs_own_code(Path(path)):
+            yield (
+                f"the tokenizer in {path} is Python code of its own, which is not run: save it as "
+                "tokenizer.json (save_pretrained of a fast tokenizer) in a copy of the folder"
+            )
     for role, checkpoint in checkpoints.items():
         if actor.n_tokens is not None and actor.n_tokens > checkpoint.shape.vocab:
             yield (

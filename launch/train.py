@@ -75,7 +75,7 @@ def run_training(
     raises, after every process of the run is ended. Ray is the `runtime` unless another one is given.
     """
     runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     train, val = load_prompts(recipe, tokenizer)
     loader = PromptLoader(
         train,
