@@ -180,7 +180,7 @@ def _follow(meeting: Meeting) -> int:
 @contextlib.contextmanager
 def _world(launcher: LauncherWorld, device: str, limit_s: float) -> Iterator[World]:
     """torch.distributed over all ranks, and this rank's place in it."""
-    use_interface_of(own_address(launcher.master_addr))
+    use_interface_of(own_address(launcher.master_addr, launcher.n_nodes))
     threads = int(
         os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // launcher.local_world_size)
     )
