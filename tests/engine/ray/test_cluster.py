@@ -1,6 +1,7 @@
 """Our own Ray beside others, and that nothing stays behind however the driver ends."""
 
 import contextlib
+import ipaddress
 import json
 import os
 import shutil
@@ -115,6 +116,19 @@ def test_runs_at_once_each_have_their_own_cluster_and_no_launchers_world(drivers
         assert run["address"].startswith("127.0.0.1:")
         assert run["kept"] == "5", "the driver's own environment stays as it was"
         assert run["looks"] == [{"leaked": [], "sum": 2.0}] * 2
+
+
+def test_whatever_a_run_listens_on_is_on_loopback(drivers):
+    for driver, _ in drivers.values():
+        family = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
+        ports = [
+            (connection.laddr, " ".join(process.cmdline())[:80])
+            for process in family
+            for connection in process.net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert len(ports) > 4
+        assert [port for port in ports if not ipaddress.ip_address(port[0].ip).is_loopback] == []
 
 
 @pytest.mark.parametrize(
