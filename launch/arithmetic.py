@@ -57,14 +57,14 @@ def batch_lines(recipe: Recipe, plan: PlacementPlan) -> list[str]:
     elif updates == 1:
         lines.append("one update per batch: on-policy, the ratio is 1 by design and clipping never acts")
     for role in recipe.roles:
-        if role != "rollout":
+        if role not in recipe.engine_roles:
             lines.append(_micro_batches(recipe, role, plan.layout_of(role).dp))
     if recipe.has_ref and recipe.ref.kind == "remote":
         ref = recipe.ref
         lines.append(_service("ref", ref.endpoints, ref.limits, batch.samples, ref.limits.batch))
         lines += _stated("ref", ref.speed, batch.samples)
     for section, keys, kind in scorers(recipe.reward):
-        if kind in ("remote", "judge"):
+        if kind in ("remote", "judge") and not (kind == "judge" and keys.path):
             size = keys.limits.batch if has_batches(keys, kind) else 1
             lines.append(_service(section, keys.endpoints, keys.limits, batch.samples, size))
     return lines + _stated("reward", recipe.reward.speed, batch.samples)

@@ -19,11 +19,12 @@ from rolemesh.engine.rewards.judge_answer import Scale
 from rolemesh.engine.rewards.judge_forms import Criterion, Scores
 from rolemesh.engine.rewards.judge_pairs import Pairwise
 from rolemesh.engine.rollout import SamplingOptions
-from rolemesh.engine.rollout.vllm import EngineSpec
+from rolemesh.engine.rollout.vllm import EngineSpec, VLLMSpec
 from rolemesh.engine.trainer import TrainerSpec
 from rolemesh.engine.workers.actor import PolicyLoss
 from rolemesh.engine.workers.advantage import AdvantageSpec
 from rolemesh.engine.workers.critic import ValueLoss
+from rolemesh.engine.workers.judge import JudgeSpec
 from rolemesh.engine.workers.megatron import RoleSpec
 from rolemesh.engine.workers.remote_reference import RemoteRefSpec
 from rolemesh.engine.workers.rollout import RolloutSpec
@@ -36,6 +37,7 @@ from rolemesh.launch.roles import Actor, Critic, Lora, Optim, Ref
 from rolemesh.launch.schema import Recipe
 from rolemesh.parallel.lora import LoraConfig
 from rolemesh.parallel.optim import OptimConfig
+from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan
 
 
@@ -313,6 +315,26 @@ def _judge(service: build.Service, model: str, judge: Judge, special: build.Spec
         cache_dir=judge.cache_dir,
         special_tokens=special,
     )
+
+
+def judge_spec(recipe: Recipe, plan: PlacementPlan) -> JudgeSpec:
+    """A judge that the plan places; where other roles share its devices, its engines sleep between turns."""
+    reward, pool, layout = recipe.reward, plan.pool_of("reward"), plan.layout_of("reward")
+    config = json.loads((Path(str(reward.path)) / "config.json").read_text())
+    positions = ModelShape.from_config(config).max_positions
+    engine = VLLMSpec(
+        path=str(reward.path),
+        dtype=reward.dtype,
+        max_tokens=min(positions, reward.max_batch_tokens),
+        tp=layout.tp,
+        device=pool.device_kind,
+        max_seqs=-(-reward.limits.in_flight // layout.dp),
+        kv_tokens=reward.max_batch_tokens,
+        sleeps=len(pool.roles) > 1,
+    )
+    judge = scorer(recipe)
+    assert isinstance(judge, build.Judge)
+    return JudgeSpec(engine, judge, recipe.actor.path)
 
 
 def _service(recipe: Recipe, section: str, keys: ScorerKeys) -> build.Service:

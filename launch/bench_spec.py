@@ -312,7 +312,7 @@ def _shapes(model: Model, recipe: Recipe) -> dict[str, ModelShape]:
     for role in (role for role in recipe.roles if role != "rollout"):
         given = model.get(role, model["actor"])
         shape = _shape(role, given)
-        if role in ("critic", "reward") and shape.n_labels is None:
+        if role in ("critic", "reward") and role not in recipe.engine_roles and shape.n_labels is None:
             shape = replace(shape, n_labels=1, label_bias=False)
         shapes[role] = shape
     return shapes

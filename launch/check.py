@@ -15,7 +15,7 @@ from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, upd
 from rolemesh.launch.check_report import CheckReport
 from rolemesh.launch.checkpoint_rules import find_checkpoint
 from rolemesh.launch.checkpoints import Checkpoint, has_chat_template, needs_own_code, read_checkpoint
-from rolemesh.launch.engine_check import engine_problems
+from rolemesh.launch.engine_check import engine_problems, judge_problems
 from rolemesh.launch.fields import RecipeError, Section
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.loggers import absent_loggers
@@ -53,12 +53,16 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     report.problem("data", absent_files(recipe.data))
     steps = 0 if "data" in [row.area for row in report.rows] else _check_prompts(recipe, report)
     checkpoints = _read_models(recipe, report)
-    report.problem("models", [*_heads(recipe, checkpoints), *_lengths(recipe, checkpoints)])
-    report.problem("tokenizers", _vocabularies(checkpoints))
+    judge = checkpoints.get("reward") if recipe.judge_is_placed else None
+    alike = {role: one for role, one in checkpoints.items() if one is not judge}  # see the same tokens
+    report.problem("models", [*_heads(recipe, alike), *_lengths(recipe, alike)])
+    report.problem("tokenizers", _vocabularies(alike))
     if recipe.actor.router_loss and "actor" in checkpoints and checkpoints["actor"].shape.moe is None:
         report.problem("models", ["actor.router_loss: the actor is no mixture of experts: leave it out"])
     shapes = {role: checkpoint.shape for role, checkpoint in checkpoints.items()}
     _check_placement(recipe, shapes, offline, report)
+    if judge is not None and report.plan is not None:
+        report.problem("engine", judge_problems(recipe, report.plan, judge))
     if not offline:
         resume_from(recipe.run, report)
         live_rows(recipe, shapes, report, steps)

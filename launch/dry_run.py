@@ -29,7 +29,7 @@ def dry_run_plan(recipe: Recipe, plan: PlacementPlan, shapes: Mapping[str, Model
     context = multiprocessing.get_context("spawn")  # fake process groups stay out of this process
     with ProcessPoolExecutor(1, context) as other:
         for role, layout in plan.layouts.items():
-            if role not in shapes:
+            if role not in shapes or role in recipe.engine_roles:
                 continue
             start_s = time.perf_counter()
             path, value = Path(getattr(recipe, role).path), role in ("critic", "reward")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.launch.fields import RecipeError
-from rolemesh.launch.request import graph_of, pins_of, request_of
+from rolemesh.launch.request import graph_of, longest_tokens, pins_of, request_of
 from rolemesh.launch.schema import Pool, Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec, DeviceKind
 from rolemesh.placement.layout import Layout, LayoutError
@@ -51,7 +51,15 @@ def plan_on(
         return plan_auto(request, pins=pins_of(recipe), time_limit_s=limit_s)
     strategy = requested_pools(recipe) or str(placement.strategy)
     layouts = {role: getattr(recipe, role).layout.pins for role in recipe.roles}
-    return make_plan(strategy, recipe.roles, cluster, layouts=layouts, shapes=shapes, runnable=runnable)
+    return make_plan(
+        strategy,
+        recipe.roles,
+        cluster,
+        layouts=layouts,
+        shapes=shapes,
+        runnable=runnable,
+        engines=recipe.engine_roles,
+    )
 
 
 def read_plan_file(path: str | Path) -> PlacementPlan:
@@ -82,7 +90,8 @@ def _from_file(recipe: Recipe, path: str, shapes: Mapping[str, ModelShape], runn
                 )
         if role in shapes:
             try:
-                (layout.check if runnable else layout.check_cut)(shapes[role])
+                ours = runnable and role not in recipe.engine_roles
+                (layout.check if ours else layout.check_cut)(shapes[role])
             except LayoutError as error:
                 raise LayoutError(f"role {role!r} of the plan {path}: {error}") from None
     plan.check_order(graph_of(recipe), recipe.schedule.staleness)
@@ -98,13 +107,12 @@ def not_runnable(plan: PlacementPlan) -> Iterator[str]:
 
 def as_planned(recipe: Recipe, plan: PlacementPlan) -> Recipe:
     """The recipe with the settings of the plan: micro-batches (at the longest sequence) and recomputation."""
-    longest = recipe.data.max_prompt_tokens + recipe.lengths.max_response_tokens
     changed: dict[str, Any] = {}
     for role, settings in plan.settings.items():
         section, new = getattr(recipe, role), dict[str, Any]()
         if settings.micro_batch is not None:
-            key = "max_batch_tokens" if role == "rollout" else "micro_batch_tokens"
-            new[key] = settings.micro_batch * longest
+            key = "max_batch_tokens" if role in recipe.engine_roles else "micro_batch_tokens"
+            new[key] = settings.micro_batch * longest_tokens(recipe, role)
         if settings.recompute is not None and hasattr(section, "recompute"):
             new["recompute"] = settings.recompute
         if settings.offload is not None and hasattr(section, "offload"):

@@ -17,7 +17,7 @@ from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.graph import StepGraph
 from rolemesh.placement.lengths import Fixed, Lengths
 from rolemesh.placement.model import ModelShape
-from rolemesh.placement.roles import PlanRequest, RoleRequest
+from rolemesh.placement.roles import PlanRequest, Questions, RoleRequest
 from rolemesh.placement.search.pins import Pin, PinError, Strength
 from rolemesh.placement.steps import step_graph
 from rolemesh.placement.steps.operations import reference_of_actor
@@ -25,6 +25,7 @@ from rolemesh.placement.timing.transfer import Remote
 from rolemesh.placement.workload import Workload
 
 _PIN = re.compile(r"\s*(?P<roles>\w+(?:\s*[,+]\s*\w+)*)\s+(?P<what>\w+)\s*(?:=\s*(?P<value>\S.*))?")
+FRAME_TOKENS = 256  # of a judge's question, beside prompt and response: the form's own words, a rubric
 _TEXT = ("device_type", "label")  # pins whose value is text as it stands
 
 
@@ -104,6 +105,14 @@ def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults:
         written = defaults or any(path in recipe.given for path in (f"{role}.{name}", *also))
         return getattr(section, name, None) if written else None
 
+    if role == "reward" and recipe.judge_is_placed:
+        return RoleRequest(
+            shapes[role],
+            section.dtype,
+            section.layout.pins,
+            micro_batch_tokens=given("max_batch_tokens"),
+            questions=questions_of(recipe),
+        )
     if role == "rollout":
         return RoleRequest(
             shapes["actor"],
@@ -121,6 +130,28 @@ def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults:
         offload=given("offload"),
         lora_rank=section.lora.rank if role in ("actor", "critic") else 0,
     )
+
+
+def questions_of(recipe: Recipe) -> Questions | None:
+    """What a judge that this run places is asked; None without one."""
+    if not recipe.judge_is_placed:
+        return None
+    judge = recipe.reward.judge
+    per_sample, shown = 1.0, 1
+    if judge.form == "pairwise":  # each pair in both orders
+        others = min(judge.opponents, recipe.batch.samples_per_prompt - 1)
+        per_sample, shown = (others, 2) if judge.against == "group" else (2.0, 2)
+    return Questions(judge.max_tokens, FRAME_TOKENS, per_sample, shown)
+
+
+def longest_tokens(recipe: Recipe, role: str) -> int:
+    """Tokens of the longest sequence that the model of `role` sees."""
+    response = recipe.lengths.max_response_tokens
+    asked = questions_of(recipe) if role == "reward" else None
+    if asked is None:
+        return recipe.data.max_prompt_tokens + response
+    frame = recipe.data.max_prompt_tokens + asked.frame_tokens
+    return frame + asked.samples * response + asked.answer_tokens
 
 
 def pins_of(recipe: Recipe) -> list[Pin]:

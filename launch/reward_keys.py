@@ -20,16 +20,18 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("path", "dtype", "layout", "micro_batch_tokens", "offload"),
     "function": ("path", "limit_s", "workers", "text", "speed"),
     "remote": ("protocol", "score_key", "send_ids", *_SERVICE),
-    "judge": ("model", "judge", *_SERVICE),
+    "judge": ("model", "judge", "path", "dtype", "layout", "max_batch_tokens", *_SERVICE),
     "composite": ("parts", "speed"),
 }
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "model": ("path",),
     "function": ("path",),
     "remote": ("endpoints", "on_failure"),
-    "judge": ("endpoints", "model", "on_failure"),
+    "judge": ("on_failure",),
     "composite": ("parts",),
 }
+_BY_ADDRESS = ("endpoints", "model", "token_env", "speed")  # of a judge that is served by others
+_PLACED = ("dtype", "layout", "max_batch_tokens")  # of one that has devices of this run
 REASONS = {"model": "reward.path is a model", "function": "reward.path is a function"}
 
 
@@ -167,7 +169,8 @@ class Scorer(Section):
 
     path: str | None = key(
         None,
-        "Hugging Face folder of a sequence-classification model, or file.py:function.",
+        "Hugging Face folder of a sequence-classification model, or file.py:function; kind judge: folder of "
+        "a language model that this run places and asks itself, in place of endpoints.",
         path=True,
         shown="required by model and function",
         verl="reward_model.model.path, custom_reward_function.path",
@@ -179,7 +182,9 @@ class Scorer(Section):
         "rolemesh", "What the service speaks (remote); docs/remote.md has each."
     )
     endpoints: tuple[str, ...] = key(
-        (), "URLs of the service, one or several (remote, judge).", shown="required by remote and judge"
+        (),
+        "URLs of the service, one or several (remote, judge).",
+        shown="required by remote, and by a judge without path",
     )
     token_env: str | None = key(
         None, "Environment variable that holds the bearer token (remote, judge).", shown="no token"
@@ -197,7 +202,9 @@ class Scorer(Section):
     score_key: str | None = key(
         None, "Which entry is the score where a service answers with several (remote).", shown="none"
     )
-    model: str | None = key(None, "The judge's name at its endpoint (judge).", shown="required by judge")
+    model: str | None = key(
+        None, "The judge's name at its endpoint (judge).", shown="required with endpoints"
+    )
     judge: Judge = key(Judge, "How the judge is asked (judge).")
 
     def __post_init__(self) -> None:
@@ -237,9 +244,16 @@ class Reward(Scorer):
         "composite: the weighted sum of parts.",
         shown="function where path reads file.py:name, else model",
     )
-    dtype: InferDtype = key("bfloat16", "Type of weights and activations (model).")
+    dtype: InferDtype = key("bfloat16", "Type of weights and activations (model, judge with path).")
     layout: LayoutPins = layout_key("reward_model.megatron")
     micro_batch_tokens: int | None = micro_batch_tokens_key()
+    max_batch_tokens: int = key(
+        131072,
+        "Tokens of questions and answers that the judge's engine holds at a time (judge with path); no "
+        "question is longer.",
+        unit="tokens",
+        at_least=1,
+    )
     offload: bool = offload_key("reward_model.megatron.param_offload")
     speed: Speed = key(Speed, "How fast it is, for the planner (all but model).")
     parts: dict[str, Part] = key(
@@ -278,6 +292,12 @@ def useless_reward_keys(reward: Reward) -> dict[str, str]:
         why = REASONS.get(kind, "") if section == "reward" else ""
         reason = f"{why or f'{section}.kind is {kind}'}, {_others(kind)}"
         idle |= {f"{section}.{name}": reason for name in sorted(names)}
+        if kind == "judge" and scorer.path is not None:
+            idle |= {f"{section}.{name}": f"{section}.path is placed by this run" for name in _BY_ADDRESS}
+        elif kind == "judge":
+            idle |= {
+                f"{section}.{name}": f"{section}.endpoints are not placed by this run" for name in _PLACED
+            }
         if kind in ("function", "judge"):
             idle |= dict.fromkeys(
                 (f"{section}.text.template", f"{section}.text.tokenizer"),
@@ -316,10 +336,21 @@ def check_reward(reward: Reward) -> None:
         for name in REQUIRED[kind]:
             if not getattr(scorer, name):
                 raise RecipeError(f"{section}.{name} is missing: {_wanted(name, kind)}")
+        if kind == "judge":
+            _check_judge(section, scorer)
         if scorer.text.template == "chat" and scorer.text.tokenizer is None and kind == "remote":
             raise RecipeError(
                 f"{section}.text.tokenizer is missing: template chat is that of the reward model's tokenizer"
             )
+
+
+def _check_judge(section: str, scorer: Scorer) -> None:
+    if scorer.path is None:
+        for name in ("endpoints", "model"):
+            if not getattr(scorer, name):
+                raise RecipeError(f"{section}.{name} is missing: {_wanted(name, 'judge')}")
+    elif not isinstance(scorer, Reward):
+        raise RecipeError(f"{section}.path: a judge that is a part is asked at its endpoints: serve it")
 
 
 def _wanted(name: str, kind: str) -> str:

@@ -370,11 +370,21 @@ class Recipe(Section):
         return self.algorithm.kl.in_ != "none"
 
     @property
+    def judge_is_placed(self) -> bool:
+        """Whether the reward is a judge whose model has devices of this run."""
+        return self.reward.kind == "judge" and self.reward.path is not None
+
+    @property
+    def engine_roles(self) -> tuple[str, ...]:
+        """The roles that an inference engine runs, not Megatron workers."""
+        return ("rollout", "reward") if self.judge_is_placed else ("rollout",)
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The roles that hold a model in this run, and so need a pool."""
         present = {
             "critic": self.has_critic,
             "ref": self.has_ref and self.ref.kind == "model",
-            "reward": self.reward.kind == "model",
+            "reward": self.reward.kind == "model" or self.judge_is_placed,
         }
         return tuple(role for role in MODEL_ROLES if present.get(role, True))

@@ -33,6 +33,7 @@ from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.trainer import Trainer
 from rolemesh.engine.workers.actor import ActorWorker
 from rolemesh.engine.workers.critic import CriticWorker
+from rolemesh.engine.workers.judge import JudgeWorker
 from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.engine.workers.remote_reference import RemoteRefWorker
 from rolemesh.engine.workers.reward import RewardWorker, ScoreWorker
@@ -279,6 +280,8 @@ def worker_of(recipe: Recipe, plan: PlacementPlan, role: str, steps: int) -> Ray
         return RayClassWithInitArgs(VLLMRolloutWorker, assemble.vllm_spec(recipe, plan))
     if role == "rollout":
         return RayClassWithInitArgs(RolloutWorker, assemble.rollout_spec(recipe))
+    if role == "reward" and recipe.judge_is_placed:
+        return RayClassWithInitArgs(JudgeWorker, assemble.judge_spec(recipe, plan))
     if role == "reward" and recipe.reward.kind != "model":
         return RayClassWithInitArgs(ScoreWorker, assemble.scorer(recipe), tokenizer=recipe.actor.path)
     if role == "ref" and recipe.ref.kind == "remote":

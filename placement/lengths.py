@@ -99,6 +99,38 @@ _KINDS = {"lognormal": ("mean", "p95"), "fixed": ("tokens",), "measured": ("path
 
 
 @dataclass(frozen=True)
+class Longer(Lengths):
+    """`others`, each longer by the same number of tokens."""
+
+    others: Lengths
+    by: float
+
+    @property
+    def maximum(self) -> float:
+        return self.others.maximum + self.by
+
+    @property
+    def mean(self) -> float:
+        return self.others.mean + self.by
+
+    @property
+    def mean_square(self) -> float:
+        return self.others.mean_square + 2 * self.by * self.others.mean + self.by**2
+
+    def quantile(self, share: float) -> float:
+        return self.others.quantile(share) + self.by
+
+    def active(self, tokens: ArrayLike) -> NDArray[np.float64]:
+        return self.others.active(np.asarray(tokens) - self.by)
+
+    def longest(self, n: int) -> float:
+        return self.others.longest(n) + self.by
+
+    def sample(self, n: int, seed: int | np.random.Generator) -> NDArray[np.int64]:
+        return self.others.sample(n, seed) + round(self.by)
+
+
+@dataclass(frozen=True)
 class Fixed(Lengths):
     """Every sequence has `tokens` tokens."""
 

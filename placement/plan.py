@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -265,12 +265,14 @@ def make_plan(
     layouts: Mapping[str, Mapping[str, object]] | None = None,
     shapes: Mapping[str, ModelShape] | None = None,
     runnable: bool = True,
+    engines: Collection[str] = ("rollout",),
 ) -> PlacementPlan:
     """Make pools, fit them on the cluster, and fill and check every role's layout.
 
     `strategy` is a name or the recipe's pools; `roles` are those that need devices (a function or
     HTTP reward does not); `layouts` pins sizes per role, `shapes` gives the models that are known.
-    `runnable` also asks that our workers can run the layouts, not only that models can be cut so.
+    `runnable` also asks that our workers can run the layouts, not only that models can be cut so; the roles
+    of `engines` are run by inference engines.
     Raises PlacementError, and LayoutError naming role and pool.
     """
     layouts, shapes = layouts or {}, shapes or {}
@@ -291,7 +293,7 @@ def make_plan(
         try:
             filled[role] = Layout.fill(layouts.get(role, {}), pool.world)
             if role in shapes:
-                ours = runnable and role != "rollout"  # an engine's layout is its own
+                ours = runnable and role not in engines  # an engine's layout is its own
                 (filled[role].check if ours else filled[role].check_cut)(shapes[role])
         except LayoutError as error:
             raise LayoutError(f"role {role!r} on pool {pool.name!r}: {error}") from None

@@ -21,7 +21,8 @@ from rolemesh.engine.named_tensors import NamedTensors, NamedTensorsRef
 from rolemesh.engine.ray.blocks import fetch_array
 from rolemesh.engine.rollout.requests import Request, Sample
 from rolemesh.engine.rollout.sampling import RolloutError
-from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine
+from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine, VLLMSpec
+from rolemesh.engine.rollout.vllm_chat import ChatRefused
 
 START_S = 900.0  # on a GPU vLLM compiles and captures graphs
 
@@ -30,14 +31,19 @@ class EngineDied(RuntimeError):
     """The engine's process is gone, or vLLM failed in it; another one may do what this one was asked."""
 
 
+def use_devices(devices: Sequence[str], threads: int) -> None:
+    """Let this process, that of an engine, see these devices: Ray shows none to an actor with no share."""
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+
+
 class EngineHost:
     """Body of the actor; one thread runs the engine, another may abort meanwhile."""
 
     def __init__(self, spec: EngineSpec, devices: Sequence[str], threads: int) -> None:
-        if devices:  # Ray shows an actor that takes no share no device
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
+        use_devices(devices, threads)
         self._spec = spec
         self._engine: VLLMEngine | None = None
 
@@ -78,10 +84,10 @@ class EngineProcess:
     """
 
     def __init__(
-        self, name: str, spec: EngineSpec, bundle: int, devices: Sequence[str], threads: int, timeout_s: float
+        self, name: str, spec: VLLMSpec, bundle: int, devices: Sequence[str], threads: int, timeout_s: float
     ) -> None:
-        self._name, self._timeout_s = name, timeout_s
-        actor = ray.remote(concurrency_groups={"compute": 1, "control": 1})(EngineHost)  # type: ignore[call-overload]
+        self.name, self._timeout_s = name, timeout_s
+        actor = self._actor_class()
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
         if (group := ray.util.get_current_placement_group()) is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -89,6 +95,10 @@ class EngineProcess:
             )
         self._actor = actor.options(**options).remote(spec, tuple(devices), threads)
         self.pid: int | None = None
+
+    @staticmethod
+    def _actor_class() -> Any:
+        return ray.remote(concurrency_groups={"compute": 1, "control": 1})(EngineHost)  # type: ignore[call-overload]
 
     def start(self) -> None:
         """Wait for the engine to be ready."""
@@ -130,7 +140,7 @@ class EngineProcess:
             try:
                 return ray.get(ref, timeout=limit_s)
             except GetTimeoutError:
-                raise CallTimeout(f"{self._name}: {method} not done within {limit_s:g} s") from None
+                raise CallTimeout(f"{self.name}: {method} not done within {limit_s:g} s") from None
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -138,8 +148,8 @@ class EngineProcess:
         try:
             yield
         except RayActorError as error:
-            raise EngineDied(f"{self._name} died: {' '.join(str(error).split())}") from error
+            raise EngineDied(f"{self.name} died: {' '.join(str(error).split())}") from error
         except RayError as error:
-            if isinstance(cause := getattr(error, "cause", None), RolloutError):
+            if isinstance(cause := getattr(error, "cause", None), RolloutError | ChatRefused):
                 raise cause from None
-            raise EngineDied(f"{self._name} failed: {error}") from error
+            raise EngineDied(f"{self.name} failed: {error}") from error

@@ -22,6 +22,7 @@ from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerErr
 from rolemesh.engine.named_tensors import NamedTensorsRef
 from rolemesh.engine.parts import PartRef
 from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, PartHead, Reply, Request
+from rolemesh.parallel.weights.transfer_plan import TransferError
 
 _GRACE_S = 5.0  # for the other ranks once one has failed: most fail too, or end
 _POLL_S = 0.5
@@ -227,7 +228,7 @@ class _Watch:
         if self._busy and not self._failures:
             self._failures.append((time.time(), self._late()))
         if self._failures:
-            error = min(self._failures, key=lambda failure: failure[0])[1]
+            error = min(self._failures, key=_rank_of)[1]
             if self._busy or self._dead:
                 self._group.break_with(error)
             raise error
@@ -295,6 +296,12 @@ class _Watch:
             f"{self._role}.{self._operation} not done within {self._timeout_s:g} s: late ranks {ranks}, "
             f"done ranks {done}\n{described}"
         )
+
+
+def _rank_of(failure: tuple[float, CallError]) -> tuple[bool, float]:
+    """The first failure counts, and one for want of another rank only where there is no other."""
+    when_s, error = failure
+    return isinstance(error.__cause__, TransferError), when_s
 
 
 def _with_blocks(value: Any, blocks: list[Any], node: str) -> Any:

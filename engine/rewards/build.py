@@ -16,7 +16,7 @@ from rolemesh.engine.remote.http import Client, Limits
 from rolemesh.engine.rewards.composite import CompositeReward, Part, Reward
 from rolemesh.engine.rewards.failure import FailurePolicy
 from rolemesh.engine.rewards.function import FunctionReward
-from rolemesh.engine.rewards.judge import JudgeReward, chat_endpoint
+from rolemesh.engine.rewards.judge import Asked, JudgeReward, chat_endpoint
 from rolemesh.engine.rewards.judge_cache import JudgeCache
 from rolemesh.engine.rewards.judge_forms import Scores
 from rolemesh.engine.rewards.judge_pairs import Pairwise
@@ -158,7 +158,9 @@ def build(scorer: Scorer, actor: str) -> Reward:
                 send_ids=scorer.send_ids,
             )
         case Judge():
-            return _judge(scorer, RewardTexts(tokenizer, special_tokens=scorer.special_tokens))
+            service = scorer.service
+            urls = tuple(map(chat_endpoint, service.endpoints))
+            return judge_reward(scorer, actor, replace(service, endpoints=urls).client())
 
 
 def score_endpoint(url: str, protocol: forms.Protocol) -> str:
@@ -168,16 +170,17 @@ def score_endpoint(url: str, protocol: forms.Protocol) -> str:
     return urlunsplit(parts._replace(path=path)) if parts.path in ("", "/") else url
 
 
-def _judge(judge: Judge, texts: RewardTexts) -> JudgeReward:
+def judge_reward(judge: Judge, actor: str, client: Asked) -> JudgeReward:
+    """The judge behind `client`, asked a short question; see `build`."""
+    tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=False)
     template = None
     if judge.template is not None:
         text = Path(judge.template).read_text()
         template = JudgeTemplate(text, pairs=judge.form.pairs, name=judge.template)
-    service = judge.service
     reward = JudgeReward(
-        replace(service, endpoints=tuple(map(chat_endpoint, service.endpoints))).client(),
-        texts,
-        service.policy(),
+        client,
+        RewardTexts(tokenizer, special_tokens=judge.special_tokens),
+        judge.service.policy(),
         model=judge.model,
         form=judge.form,
         template=template,

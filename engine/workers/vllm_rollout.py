@@ -36,6 +36,22 @@ class VLLMRolloutSpec:
     restarts: int = 3
 
 
+def replica_places(worker: Worker) -> list[str]:
+    """Every rank's visible devices. Raises RolloutError where the worker's replica is on several nodes."""
+    mine = (worker.context.node, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    places = [mine] * worker.world_size
+    if worker.world_size > 1:
+        dist.all_gather_object(places, mine)
+    ranks = worker.layout.replica(worker.layout.coords(worker.rank).dp)
+    if len(nodes := sorted({places[rank][0] for rank in ranks})) > 1:
+        role, tp = worker.context.role, worker.layout.tp
+        raise RolloutError(
+            f"a vLLM engine stays on one node; that of {role} ranks {ranks} would be on {', '.join(nodes)}: "
+            f"use a smaller {role}.layout.tp than {tp}, or a pool with a multiple of it on each"
+        )
+    return [devices for _, devices in places]
+
+
 class VLLMRolloutWorker(Worker):
     """One rank of the rollout role. The first of a replica has the engine; the others hold devices for it.
 
@@ -59,19 +75,11 @@ class VLLMRolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Start the engines, without weights. Raises RolloutError for a replica on several nodes."""
-        mine = (self.context.node, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        places = [mine] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(places, mine)
-        ranks = self.layout.replica(self.layout.coords(self.rank).dp)
-        if len(nodes := sorted({places[rank][0] for rank in ranks})) > 1:
-            raise RolloutError(
-                f"a vLLM engine stays on one node; that of ranks {ranks} would be on {', '.join(nodes)}: use "
-                f"a smaller rollout.layout.tp than {self.layout.tp}, or a pool with a multiple of it on each"
-            )
+        places = replica_places(self)
         if self.leads:
             if self.device.type == "cuda":
-                self._devices = [places[rank][1] for rank in ranks]
+                ranks = self.layout.replica(self.layout.coords(self.rank).dp)
+                self._devices = [places[rank] for rank in ranks]
             self._start()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -118,7 +118,7 @@ class PlannerCosts:
         """The role's memory on a type of device."""
         key = role, device_type
         if key not in self._bytes:
-            self._bytes[key] = RoleBytes(self.plan, role, device_type)
+            self._bytes[key] = RoleBytes(self.plan.as_asked(role), role, device_type)
         return self._bytes[key]
 
     def seconds_of(self, role: str, devices: DeviceSet) -> RoleSeconds:
@@ -126,7 +126,9 @@ class PlannerCosts:
         links = self.links.of(devices)
         key = role, links, devices.device_type
         if key not in self._seconds:
-            self._seconds[key] = RoleSeconds(self.plan, role, self.machine(devices.device_type), links)
+            self._seconds[key] = RoleSeconds(
+                self.plan.as_asked(role), role, self.machine(devices.device_type), links
+            )
         return self._seconds[key]
 
     def _weights(self, role: str, devices: DeviceSet, layout: Layout) -> float:
@@ -137,7 +139,7 @@ class PlannerCosts:
     def _frontier(self, role: str, devices: DeviceSet) -> Frontier:
         kind = devices.device_type
         frontier = Frontier(
-            self.plan,
+            self.plan.as_asked(role),
             role,
             self._mine[role],
             self._moves[role],

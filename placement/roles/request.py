@@ -11,6 +11,7 @@ from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.costs import Recompute, RoleOption
 from rolemesh.placement.graph import Operation, StepGraph
 from rolemesh.placement.layout import Layout
+from rolemesh.placement.lengths import Fixed, Longer
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.timing.transfer import Remote
 from rolemesh.placement.workload import Workload
@@ -22,6 +23,23 @@ SCALAR_HEADS = ("critic", "reward")
 
 class RequestError(ValueError):
     """Roles that do not match the step; the message names them."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a role is asked that judges samples in words: it reads and generates, as a rollout does.
+
+    Attributes:
+        answer_tokens: of the longest answer; answers count as long as that.
+        frame_tokens: of a question, beside the samples in it.
+        per_sample: questions for each sample of the step.
+        samples: that a question shows.
+    """
+
+    answer_tokens: int
+    frame_tokens: int
+    per_sample: float = 1.0
+    samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,7 @@ class RoleRequest:
         scoring_tokens: the same where a role that trains scores, if it is not `micro_batch_tokens`.
         recompute, offload: see `RoleOption`.
         lora_rank: of adapters that are trained in place of the model; 0 without.
+        questions: of a role that is asked in words (a judge); None for all others.
     """
 
     shape: ModelShape
@@ -51,6 +70,7 @@ class RoleRequest:
     recompute: Recompute | None = None
     offload: bool | None = None
     lora_rank: int = 0
+    questions: Questions | None = None
 
     def __post_init__(self) -> None:
         Layout(**self.pins)  # its constructor checks names and values
@@ -112,7 +132,7 @@ class PlanRequest:
         layout = option.layout
         sizes: dict[str, Any] = dict(layout.sizes())
         sizes |= {"sequence_parallel": layout.sequence_parallel, "pp_layers": layout.pp_layers}
-        tokens = math.ceil(option.micro_batch * self.workload.longest_tokens)
+        tokens = math.ceil(option.micro_batch * self.as_asked(role).workload.longest_tokens)
         return replace(
             self.roles[role],
             pins=sizes,
@@ -127,7 +147,27 @@ class PlanRequest:
 
     def generates(self, role: str) -> bool:
         """Whether this role generates."""
-        return any(op.role == role and op.kind == "generate" for op in self.graph.operations)
+        return self.roles[role].questions is not None or any(
+            op.role == role and op.kind == "generate" for op in self.graph.operations
+        )
+
+    def as_asked(self, role: str) -> PlanRequest:
+        """The request as `role` sees it: for a judge the sequences of a step are questions and answers."""
+        if (asked := self.roles[role].questions) is None:
+            return self
+        load = self.workload
+        others = (
+            load.prompt_lengths.mean + asked.frame_tokens + (asked.samples - 1) * load.response_lengths.mean
+        )
+        questions = replace(
+            load,
+            prompts=max(1, round(load.prompts * asked.per_sample)),
+            prompt_lengths=Longer(load.response_lengths, others),
+            response_lengths=Fixed(float(asked.answer_tokens)),
+            mini_batch_samples=None,
+            micro_batch_tokens=None,
+        )
+        return replace(self, workload=questions)
 
     def times(self, operation: Operation) -> float:
         """How often an operation runs in a step, on average."""
@@ -165,6 +205,6 @@ class PlanRequest:
 
 def _headed(role: str, request: RoleRequest) -> RoleRequest:
     """A critic's or reward model's head has one column, also where it is made from a language model."""
-    if role not in SCALAR_HEADS or request.shape.n_labels is not None:
+    if role not in SCALAR_HEADS or request.questions or request.shape.n_labels is not None:
         return request
     return replace(request, shape=replace(request.shape, n_labels=1))

@@ -21,6 +21,7 @@ def benchmark(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_both_servers_and_the_client_are_measured():

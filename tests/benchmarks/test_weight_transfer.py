@@ -27,6 +27,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.alone
 def test_four_ways_bring_the_same_weights() -> None:

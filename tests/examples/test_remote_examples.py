@@ -105,6 +105,7 @@ def samples(clone: Path, run: str) -> list[dict]:
     return [json.loads(line) for line in (clone / run / "samples" / "step_0.jsonl").open()]
 
 
+@pytest.mark.slow
 def test_remote_reward_and_reference_give_the_numbers_of_placed_ones(clone, services):
     reward, reference = services
     train(clone, "quickstart.yaml", "run.dir=runs/local", "ref.path=runs/quickstart-assets/reference")

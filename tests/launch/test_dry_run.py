@@ -34,6 +34,7 @@ CASES = [
         "{tp: 4, ep: 32, etp: 4, sequence_parallel: true}",
         36_945,
         id="qwen3-235b",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         "deepseek-v3",

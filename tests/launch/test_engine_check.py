@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_checkpoint
+from vllm_server import chat_checkpoint
 
 from rolemesh.launch import engine_check
-from rolemesh.launch.assemble import vllm_spec
-from rolemesh.launch.check import check_recipe
+from rolemesh.launch.assemble import judge_spec, vllm_spec
+from rolemesh.launch.check import CheckReport, check_recipe
 from rolemesh.launch.config import parse_recipe
 from rolemesh.launch.engine_check import engine_problems
 from rolemesh.launch.fields import RecipeError
@@ -115,3 +116,59 @@ def test_an_engine_sleeps_where_it_shares_its_devices(folder: Path):
         None,
         0.3,
     )
+
+
+JUDGED = RECIPE.replace(
+    "reward: reward.py:compute_score",
+    "reward: {kind: judge, path: judge, dtype: float32, on_failure: raise, judge: {max_tokens: 32}}",
+)
+
+
+@pytest.fixture(scope="module")
+def judged(folder: Path) -> Path:
+    (folder / "judge").mkdir()
+    chat_checkpoint(folder / "judge")
+    return folder
+
+
+def judge_report(folder: Path, *overrides: str) -> CheckReport:
+    return check_recipe(parse_recipe(JUDGED, folder, overrides))
+
+
+def test_a_judge_with_a_path_is_placed_with_the_other_roles(judged: Path):
+    report = judge_report(judged)
+    assert report.problems == []
+    assert report.plan is not None
+    assert report.plan.layout_of("reward").world == 2
+    recipe = parse_recipe(JUDGED, judged)
+    spec = judge_spec(recipe, report.plan)
+    assert (spec.engine.max_tokens, spec.engine.kv_tokens, spec.engine.sleeps) == (2048, 131072, True)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reward.path=wide", "wide has no chat template: a judge is a model that can be asked"),
+        ("reward.judge.max_tokens=2000", "a question and its answer may have 2288 tokens"),
+        ("reward.layout.pp=2", "reward.layout.pp is 2, but a vLLM engine is cut over tp alone"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused(judged: Path, override: str, words: str):
+    override = override.replace("=wide", f"={judged / 'wide'}")
+    said = judge_report(judged, override).problems
+    assert any(words in problem for problem in said), said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "endpoints: [http://j:1], ",
+            "reward.endpoints would have no effect: reward.path is placed by this run",
+        ),
+        ("model: big, ", "reward.model would have no effect: reward.path is placed by this run"),
+    ],
+)
+def test_a_judge_is_placed_or_served_not_both(judged: Path, change: str, words: str):
+    with pytest.raises(RecipeError, match=words):
+        parse_recipe(JUDGED.replace("{kind: judge, ", "{kind: judge, " + change), judged)

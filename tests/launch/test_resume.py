@@ -96,6 +96,7 @@ def unbroken(folder):
     return folder / "unbroken", output
 
 
+@pytest.mark.slow
 def test_stopped_by_sigterm_and_resumed_a_run_is_the_unbroken_one_bit_for_bit(folder, unbroken):
     process = start(folder, "stopped")
     lines: list[str] = []

@@ -271,6 +271,7 @@ def reports(process: subprocess.Popen, text: str, limit_s: float) -> str:
     return "".join(lines)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_reported_within_ten_seconds_and_nothing_is_left(folder):
     process = in_a_step(folder, "killed")
     family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]

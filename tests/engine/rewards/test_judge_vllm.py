@@ -16,6 +16,7 @@ from rolemesh.engine.rewards.judge_template import JudgeError
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.timeout(580),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]

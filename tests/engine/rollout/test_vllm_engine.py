@@ -39,7 +39,15 @@ def started(checkpoint: Path) -> Iterator[VLLMEngine]:
     """The engine; what it leaves in this process, a world and variables, goes with it."""
     before = dict(os.environ)
     yield VLLMEngine(
-        EngineSpec(str(checkpoint), "float32", OPTIONS, 136, kv_tokens=4096, partial=True, sleeps=True)
+        EngineSpec(
+            path=str(checkpoint),
+            dtype="float32",
+            sampling=OPTIONS,
+            max_tokens=136,
+            kv_tokens=4096,
+            partial=True,
+            sleeps=True,
+        )
     )
     from vllm.distributed import cleanup_dist_env_and_memory
 

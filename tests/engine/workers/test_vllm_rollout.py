@@ -57,7 +57,15 @@ def pool() -> Iterator[ResourcePool]:
 
 def spec(checkpoint: str, **changes: Any) -> VLLMRolloutSpec:
     """An engine that writes 8 responses at a time."""
-    engine = EngineSpec(checkpoint, "float32", OPTIONS, WIDTH + 64, kv_tokens=8192, max_seqs=8, partial=True)
+    engine = EngineSpec(
+        path=checkpoint,
+        dtype="float32",
+        sampling=OPTIONS,
+        max_tokens=WIDTH + 64,
+        kv_tokens=8192,
+        max_seqs=8,
+        partial=True,
+    )
     return VLLMRolloutSpec(replace(engine, **changes), restarts=1)
 
 
