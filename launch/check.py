@@ -323,7 +323,7 @@ def _placed(
 
 def live_devices(run: Run, expected: Cluster, report: CheckReport) -> ClusterSpec:
     """The Ray cluster at `run.address`; the report notes where it isn't the expected one."""
-    cluster = live_cluster(str(run.address))
+    cluster = live_cluster(str(run.address), tell=lambda line: report.fine("placement", [line]))
     if run.device not in ("auto", cluster.device_kind):
         raise RecipeError(
             f"run.device is {run.device}, but the cluster at {run.address} has {cluster.device_kind} devices"

@@ -72,6 +72,8 @@ def _lead(meeting: Meeting, recipe: str, overrides: list[str]) -> int:
         code = _train(meeting, recipe, overrides)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except Exception as error:
         print(hide(describe_error(error)), file=sys.stderr, flush=True)
         code = EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED

@@ -52,7 +52,7 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
         with (
             Progress(steps) as progress,
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
-            stop_on_sigterm(progress.write) as stopping,
+            stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
             log = RunLog(recipe.run.dir, loggers)
             (log.path / "plan.yaml").write_text(plan.to_yaml())

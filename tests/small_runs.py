@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -80,12 +81,12 @@ class MarkedRun:
             time.sleep(0.3)
         return left
 
-    def says(self, text: str, limit_s: float) -> bool:
-        """Wait until the run has printed the text; False when it ended, or the time did, before."""
+    def says(self, pattern: str, limit_s: float) -> bool:
+        """Wait until the run has printed the pattern; False when it ended, or the time did, before."""
         deadline = time.monotonic() + limit_s
-        while text not in self.output:
+        while not re.search(pattern, self.output):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                return text in self.output
+                return bool(re.search(pattern, self.output))
             time.sleep(0.05)
         return True
 

@@ -229,7 +229,7 @@ def test_a_decay_that_would_never_begin_is_a_problem(folder):
 
 
 def test_a_live_cluster_of_another_device_kind_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(check_module, "live_cluster", lambda address: ClusterSpec.uniform(2, 4))
+    monkeypatch.setattr(check_module, "live_cluster", lambda address, tell: ClusterSpec.uniform(2, 4))
     text = RECIPE.replace("device: cpu", "device: cpu, address: 10.0.0.1:6379")
     assert "run.device is cpu, but the cluster at 10.0.0.1:6379 has cuda devices" in problem_of(
         folder, text=text

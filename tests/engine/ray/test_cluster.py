@@ -25,6 +25,7 @@ from rolemesh.engine.ray.cluster import (
     read_cluster,
 )
 from rolemesh.engine.ray.session import SessionError, session_directory
+from rolemesh.launch.live_cluster import live_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
@@ -157,6 +158,9 @@ def test_a_running_cluster_is_joined_by_address_and_left_running():
                 assert [node.resources for node in cluster.nodes] == [{"TPU": 1.0}]
                 with pytest.raises(RayStartError, match="already"), local_cluster(1):
                     pass
+        told: list[str] = []
+        live_cluster(address, tell=told.append)
+        assert told == [f"run.address {address} is the Ray cluster at {address}: 1 nodes, 1 devices (cuda)"]
         assert other.poll() is None
     finally:
         other.send_signal(signal.SIGTERM)
