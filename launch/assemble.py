@@ -153,7 +153,7 @@ def vllm_spec(recipe: Recipe, plan: PlacementPlan) -> VLLMRolloutSpec:
 
 def sampling_options(recipe: Recipe) -> SamplingOptions:
     """How responses are drawn; reads the actor's tokenizer for end and padding."""
-    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     rollout = recipe.rollout
     return SamplingOptions(
         max_response_tokens=recipe.lengths.max_response_tokens,
@@ -216,7 +216,7 @@ def _left_out_without(recipe: Recipe) -> tuple[int, ...] | None:
     """The end tokens without which a response of the longest length is left out; None: none is."""
     if not recipe.algorithm.overlong.leave_out:
         return None
-    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     return end_tokens(recipe.actor.path, tokenizer.eos_token_id)
 
 

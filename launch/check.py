@@ -5,42 +5,31 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolemesh.engine.data.files import DataError, columns_and_rows, data_files, rows_per_source
+from rolemesh.engine.data.files import DataError, columns_and_rows, data_files, read_rows, rows_per_source
 from rolemesh.engine.data.sources import check_weights
+from rolemesh.engine.rewards.judge_template import JudgeError, JudgeTemplate
 from rolemesh.launch.algorithm_rules import algorithm_notes
 from rolemesh.launch.arithmetic import batch_lines, epoch_line, total_steps, updates
-from rolemesh.launch.checkpoint_rules import Resume, find_checkpoint
-from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
+from rolemesh.launch.check_report import CheckReport
+from rolemesh.launch.checkpoint_rules import find_checkpoint
+from rolemesh.launch.checkpoints import Checkpoint, has_chat_template, needs_own_code, read_checkpoint
 from rolemesh.launch.engine_check import engine_problems, judge_problems
 from rolemesh.launch.fields import RecipeError, Section
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.launch.loggers import absent_loggers
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on
+from rolemesh.launch.preflight import live_rows
+from rolemesh.launch.pricing import priced
 from rolemesh.launch.reward_keys import Scorer, scorers
 from rolemesh.launch.roles import Ref
 from rolemesh.launch.schema import Cluster, Recipe, Run
 from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
+from rolemesh.placement.memory.items import GIB
+from rolemesh.placement.model import ModelShape
 from rolemesh.placement.plan import PlacementPlan
-
-
-@dataclass
-class CheckReport:
-    """Lines for the user; the run can start when there are no problems."""
-
-    lines: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    plan: PlacementPlan | None = None
-    resume: Resume = field(default_factory=Resume)
-
-    def text(self) -> str:
-        said = [f"note: {note}" for note in self.notes] + [f"problem: {problem}" for problem in self.problems]
-        verdict = f"{len(self.problems)} problems" if self.problems else "ok"
-        return "\n".join([*self.lines, *said, verdict])
 
 
 def _set_aside(recipe: Recipe) -> Iterator[str]:
@@ -56,38 +45,67 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     `offline` leaves the live machine (or the Ray cluster at `run.address`) out: only what the recipe
     says about its cluster counts.
     """
-    report = CheckReport(notes=[*_set_aside(recipe), *algorithm_notes(recipe)])
-    report.problems += [*absent_files(recipe.data), *_reward_functions(recipe), *_services(recipe)]
-    report.problems += absent_loggers(recipe.run)
-    if not report.problems:
-        _check_prompts(recipe, report)
+    report = CheckReport()
+    report.note("recipe", [*_set_aside(recipe), *algorithm_notes(recipe)])
+    report.problem("recipe", absent_loggers(recipe.run))
+    report.problem("services", _services(recipe))
+    report.problem("reward", _reward_functions(recipe))
+    report.problem("data", absent_files(recipe.data))
+    steps = 0 if "data" in [row.area for row in report.rows] else _check_prompts(recipe, report)
     checkpoints = _read_models(recipe, report)
     judge = checkpoints.get("reward") if recipe.judge_is_placed else None
     alike = {role: one for role, one in checkpoints.items() if one is not judge}  # see the same tokens
-    report.problems += [
-        *_quantized(alike),
-        *_heads(recipe, alike),
-        *_lengths(recipe, alike),
-        *_vocabularies(alike),
-    ]
+    report.problem("models", [*_quantized(alike), *_heads(recipe, alike), *_lengths(recipe, alike)])
+    report.problem("tokenizers", _vocabularies(alike))
     if recipe.actor.router_loss and "actor" in checkpoints and checkpoints["actor"].shape.moe is None:
-        report.problems.append("actor.router_loss: the actor is no mixture of experts: leave it out")
-    try:
-        report.plan = _plan(recipe, checkpoints, offline, report)
-    except (RecipeError, *PLANNING_ERRORS) as error:
-        report.problems.append(f"placement: {error}")
+        report.problem("models", ["actor.router_loss: the actor is no mixture of experts: leave it out"])
+    shapes = {role: checkpoint.shape for role, checkpoint in checkpoints.items()}
+    _check_placement(recipe, shapes, offline, report)
+    if judge is not None and report.plan is not None:
+        report.problem("engine", judge_problems(recipe, report.plan, judge))
     if not offline:
         resume_from(recipe.run, report)
-    if report.plan is not None:
-        report.problems += not_runnable(report.plan)
-        if "actor" in checkpoints:
-            report.problems += engine_problems(recipe, report.plan, checkpoints["actor"].shape)
-        if judge is not None:
-            report.problems += judge_problems(recipe, report.plan, judge)
-        report.notes += _nothing_overlaps(recipe, report.plan)
-        report.lines += report.plan.summary()
-        report.lines += batch_lines(recipe, report.plan)
+        live_rows(recipe, shapes, report, steps)
     return report
+
+
+def _check_placement(
+    recipe: Recipe, shapes: Mapping[str, ModelShape], offline: bool, report: CheckReport
+) -> None:
+    """Where roles go, whether they fit into memory there, and how a step's batch is shared out."""
+    try:
+        placed = _placed(recipe, shapes, offline, report)
+    except (RecipeError, *PLANNING_ERRORS) as error:
+        report.problem("placement", [f"placement: {error}"])
+        return
+    if placed is None:
+        return
+    report.plan, cluster = placed
+    report.problem("placement", not_runnable(report.plan))
+    if "actor" in shapes:
+        report.problem("engine", engine_problems(recipe, report.plan, shapes["actor"]))
+    report.note("placement", _nothing_overlaps(recipe, report.plan))
+    report.fine("placement", report.plan.summary())
+    report.fine("batch", batch_lines(recipe, report.plan))
+    try:
+        report.fine("memory", _memory(recipe, cluster, report.plan, shapes))
+    except PLANNING_ERRORS as error:
+        report.problem("memory", [str(error)])
+
+
+def _memory(
+    recipe: Recipe, cluster: ClusterSpec, plan: PlacementPlan, shapes: Mapping[str, ModelShape]
+) -> Iterator[str]:
+    """The fullest device of each pool. Raises PlacementError where one is too small."""
+    if plan.prediction.peak:  # the summary says it
+        return
+    told, unknown = priced(recipe, cluster, plan, shapes)
+    if unknown:
+        yield f"not predicted: {unknown}"
+    for pool, peak in told.prediction.peak.items():
+        limit = told.prediction.limit.get(pool)
+        of = f" of {limit / GIB:.1f}" if limit else ""
+        yield f"pool {pool}: {peak / GIB:.1f}{of} GiB at most on a device"
 
 
 def _nothing_overlaps(recipe: Recipe, plan: PlacementPlan) -> Iterator[str]:
@@ -104,9 +122,9 @@ def resume_from(run: Run, report: CheckReport) -> None:
     """Find the checkpoint to go on from, and say so."""
     try:
         report.resume = find_checkpoint(run)
-        report.lines += report.resume.lines
+        report.fine("resume", report.resume.lines)
     except CheckpointError as error:
-        report.problems.append(f"run.resume: {error}")
+        report.problem("resume", [f"run.resume: {error}"])
 
 
 def absent_files(data: Section) -> Iterator[str]:
@@ -131,8 +149,13 @@ def _services(recipe: Recipe) -> Iterator[str]:
             folder, template = keys.text.tokenizer, keys.judge.template
             if folder is not None and not Path(folder).is_dir():
                 yield f"{section}.text.tokenizer: no folder {folder}"
-            if template is not None and not Path(template).is_file():
-                yield f"{section}.judge.template: no file {template}"
+            elif folder is not None and not has_chat_template(Path(folder)):
+                yield f"{section}.text.tokenizer: {folder} has no chat template, which template: chat needs"
+            if template is not None:
+                try:
+                    JudgeTemplate.load(template, pairs=keys.judge.form == "pairwise")
+                except JudgeError as error:
+                    yield f"{section}.judge.template: {error}"
 
 
 def _reward_functions(recipe: Recipe) -> Iterator[str]:
@@ -157,29 +180,49 @@ def _function(key: str, reward: str) -> Iterator[str]:
         yield f"{key}: {path} has no function {name} (it has {', '.join(functions) or 'none'})"
 
 
-def _check_prompts(recipe: Recipe, report: CheckReport) -> None:
-    counts = {}
-    for name in ("train_files", "val_files"):
-        counts[name] = 0
-        for path in getattr(recipe.data, name):
-            columns, rows = columns_and_rows(path)
-            counts[name] += rows
-            if recipe.data.prompt_key not in columns:
-                report.problems.append(
-                    f"data.prompt_key is {recipe.data.prompt_key}, but {path} has "
-                    f"{', '.join(columns) or 'no rows'}"
-                )
-    if counts["train_files"] == 0:
-        report.problems.append("data.train_files hold no prompts")
-        return
+def _check_prompts(recipe: Recipe, report: CheckReport) -> int:
+    """Steps of the run; 0 where the prompts do not say."""
     try:
+        rows = {name: _rows(recipe, name, report) for name in ("train_files", "val_files")}
+        if rows["train_files"] == 0:
+            report.problem("data", ["data.train_files hold no prompts"])
+            return 0
         if recipe.data.weights:
             rows_of = rows_per_source(recipe.data.train_files)
-            counts["train_files"] = check_weights(rows_of, recipe.data.weights)
-        report.lines.append(epoch_line(recipe, counts["train_files"]))
-        report.problems += _decays(recipe, updates(recipe, total_steps(recipe, counts["train_files"])))
+            rows["train_files"] = check_weights(rows_of, recipe.data.weights)
     except DataError as error:
-        report.problems.append(str(error))
+        report.problem("data", [str(error)])
+        return 0
+    report.fine("data", [epoch_line(recipe, rows["train_files"])])
+    steps = total_steps(recipe, rows["train_files"])
+    report.problem("data", _decays(recipe, updates(recipe, steps)))
+    return steps
+
+
+def _rows(recipe: Recipe, name: str, report: CheckReport) -> int:
+    """Prompts in the files of `data.<name>`; what is wrong with them is reported. Raises DataError."""
+    n_rows, key = 0, recipe.data.prompt_key
+    for path in getattr(recipe.data, name):
+        columns, found = columns_and_rows(path)
+        n_rows += found
+        if key not in columns:
+            there = ", ".join(columns) or "no rows"
+            report.problem("data", [f"data.prompt_key is {key}, but {path} has {there}"])
+        elif found:
+            report.problem("data", _chat_prompts(recipe, path))
+    return n_rows
+
+
+def _chat_prompts(recipe: Recipe, path: str) -> Iterator[str]:
+    """Chat messages (the first row says whether) need a tokenizer that can write them."""
+    _, first = next(iter(read_rows(path, [recipe.data.prompt_key])))
+    if isinstance(first.get(recipe.data.prompt_key), str) or not Path(recipe.actor.path).is_dir():
+        return
+    if not has_chat_template(Path(recipe.actor.path)):
+        yield (
+            f"{path}: its prompts are chat messages, but the actor's tokenizer ({recipe.actor.path}) has no "
+            "chat template: take an instruction-tuned model, or prompts that are text"
+        )
 
 
 def _decays(recipe: Recipe, n_updates: int) -> Iterator[str]:
@@ -200,7 +243,7 @@ def _read_models(recipe: Recipe, report: CheckReport) -> dict[str, Checkpoint]:
         try:
             checkpoints[role] = read_checkpoint(getattr(recipe, role).path)
         except RecipeError as error:
-            report.problems.append(f"{role}.path: {error}")
+            report.problem("models", [f"{role}.path: {error}"])
     return checkpoints
 
 
@@ -246,6 +289,12 @@ def _vocabularies(checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
     if actor.tokens is None:
         yield f"actor.path: {actor.path} has no tokenizer (tokenizer.json or tokenizer.model)"
         return
+    for path in dict.fromkeys(checkpoint.path for checkpoint in checkpoints.values()):
+        if needs_own_code(Path(path)):
+            yield (
+                f"the tokenizer in {path} is Python code of its own, which is not run: save it as "
+                "tokenizer.json (save_pretrained of a fast tokenizer) in a copy of the folder"
+            )
     for role, checkpoint in checkpoints.items():
         if actor.n_tokens is not None and actor.n_tokens > checkpoint.shape.vocab:
             yield (
@@ -262,34 +311,37 @@ def _vocabularies(checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
             )
 
 
-def _plan(
-    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], offline: bool, report: CheckReport
-) -> PlacementPlan | None:
-    shapes = {role: checkpoint.shape for role, checkpoint in checkpoints.items()}
+def _placed(
+    recipe: Recipe, shapes: Mapping[str, ModelShape], offline: bool, report: CheckReport
+) -> tuple[PlacementPlan, ClusterSpec] | None:
+    """The plan and the cluster it is for; None where only a live cluster could tell."""
     if recipe.run.address is not None and not offline:
-        return plan_on(recipe, live_devices(recipe.run, recipe.cluster, report), shapes)
+        cluster = live_devices(recipe.run, recipe.cluster, report)
+        return plan_on(recipe, cluster, shapes), cluster
     if any(pool.where != type(pool.where)() for pool in recipe.placement.pools.values()):
         if not offline:
             raise RecipeError("`where` chooses among the nodes of a Ray cluster: set run.address")
-        report.notes.append("placement: `where` is checked on the live cluster only")
+        report.note("placement", ["placement: `where` is checked on the live cluster only"])
         return None
     kind, gpus = local_devices(recipe.run, recipe.cluster, offline)
     cluster = expected_cluster(recipe, kind, shapes, gpus)
     plan = plan_on(recipe, cluster, shapes)
-    report.notes += [f"node {name}: {count} of its devices stay unused" for name, count in plan.idle.items()]
-    return plan
+    unused = [f"node {name}: {count} of its devices stay unused" for name, count in plan.idle.items()]
+    report.note("placement", unused)
+    return plan, cluster
 
 
 def live_devices(run: Run, expected: Cluster, report: CheckReport) -> ClusterSpec:
     """The Ray cluster at `run.address`; the report notes where it isn't the expected one."""
-    cluster = live_cluster(str(run.address))
+    cluster = live_cluster(str(run.address), tell=lambda line: report.fine("placement", [line]))
     if run.device not in ("auto", cluster.device_kind):
         raise RecipeError(
             f"run.device is {run.device}, but the cluster at {run.address} has {cluster.device_kind} devices"
         )
     wanted = expected.nodes * (expected.per_node or 0)
     if wanted and cluster.n_devices != wanted:
-        report.notes.append(f"cluster says {wanted} devices, the live one has {cluster.n_devices}")
+        said = f"cluster says {wanted} devices, the live one has {cluster.n_devices}"
+        report.note("placement", [said])
     return cluster
 
 

@@ -90,6 +90,25 @@ def _read_tokens(folder: Path) -> dict[str, int] | None:
     return None
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a Hugging Face folder can write chat messages."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(_read_json(config).get("chat_template"))
+
+
+def needs_own_code(folder: Path) -> bool:
+    """Whether the tokenizer of a folder is a Python class in it, which nothing here runs."""
+    config = folder / "tokenizer_config.json"
+    settings = _read_json(config) if config.is_file() else {}
+    if "AutoTokenizer" not in settings.get("auto_map", {}):
+        return False
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    return tokenizer_class_from_name(settings.get("tokenizer_class", "")) is None
+
+
 def read_shapes(recipe: Recipe) -> tuple[dict[str, ModelShape], list[str]]:
     """The models of the roles from their config.json (weights are not needed), and a note for each without.
 

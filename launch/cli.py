@@ -82,6 +82,7 @@ def train(
     from rolemesh.launch.check import check_recipe
     from rolemesh.launch.config import load_recipe
     from rolemesh.launch.run_folder import open_run_folder
+    from rolemesh.launch.run_lock import only_run_in
 
     going_on = [f"run.resume={json.dumps(resume)}"] if resume else []
     recipe = load_recipe(recipe_path, [*(overrides or []), *_instead(plan), *going_on])
@@ -91,11 +92,12 @@ def train(
         return EXIT_BAD_RECIPE
     if report.plan is None:
         raise RecipeError("placement.pools: `where` chooses nodes of a running Ray cluster: give run.address")
-    if moved := open_run_folder(recipe, report.resume.path):
-        print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
-    from rolemesh.launch.train import run_training
+    with only_run_in(recipe.run.dir):
+        if moved := open_run_folder(recipe, report.resume.path):
+            print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
+        from rolemesh.launch.train import run_training
 
-    return run_training(recipe, report.plan, report.resume.path)
+        return run_training(recipe, report.plan, report.resume.path)
 
 
 @main.command("convert")

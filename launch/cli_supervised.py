@@ -40,6 +40,7 @@ def train_rm(
 
 def _run(command: str, recipe_path: Path, overrides: list[str], resume: str, check: bool) -> int:
     from rolemesh.launch.run_folder import make_run_folder
+    from rolemesh.launch.run_lock import only_run_in
     from rolemesh.launch.supervised_check import check_supervised
     from rolemesh.launch.supervised_config import load_supervised, supervised_yaml
     from rolemesh.launch.supervised_schema import COMMANDS
@@ -54,6 +55,7 @@ def _run(command: str, recipe_path: Path, overrides: list[str], resume: str, che
         return 0
     from rolemesh.launch.supervised import run_supervised
 
-    if moved := make_run_folder(Path(recipe.run.dir), supervised_yaml(recipe), report.resume.path):
-        print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
-    return run_supervised(recipe, report.plan, report.resume.path)
+    with only_run_in(recipe.run.dir):
+        if moved := make_run_folder(Path(recipe.run.dir), supervised_yaml(recipe), report.resume.path):
+            print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
+        return run_supervised(recipe, report.plan, report.resume.path)

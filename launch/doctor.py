@@ -197,6 +197,13 @@ def _machine() -> list[Finding]:
         Finding(section, "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"),
         _disk("shared memory", shm) if shm.is_dir() else Finding(section, "shared memory", "no /dev/shm"),
         _disk("temporary files", Path(tempfile.gettempdir())),
+        *limit_findings(),
+    ]
+
+
+def limit_findings() -> list[Finding]:
+    """The limits of this process that a run with many workers comes up to."""
+    return [
         _limit("open files", resource.RLIMIT_NOFILE, MIN_OPEN_FILES, "ulimit -n 65536"),
         _limit("processes", resource.RLIMIT_NPROC, MIN_PROCESSES, "ulimit -u 65536"),
     ]

@@ -80,6 +80,10 @@ class Progress:
             self._steps_before = self._steps_done = done
             self._steps_began_s = self._last_step_s = self._clock()
 
+    def stepping(self) -> bool:
+        """Whether the first training step has begun."""
+        return self._steps_began_s is not None
+
     def end_step(self, line: str = "") -> None:
         """One more step is done; `line` (its figures) is printed and stays."""
         with self._lock:

@@ -116,22 +116,27 @@ def resolve(host: str, what: str) -> list[str]:
         ) from error
 
 
-def own_address(master_addr: str, interface: str | None = None) -> str:
+def own_address(master_addr: str, n_nodes: int = 1) -> str:
     """The IPv4 address by which the other nodes reach this one: of the network interface that
-    ROLEMESH_INTERFACE (or `interface`) names, else of the way to `master_addr`; 127.0.0.1 where all is on
-    one machine.
+    ROLEMESH_INTERFACE names, else of the way to `master_addr`; 127.0.0.1 where all is on one machine.
 
-    Raises LaunchError for an interface that is not there, and where there is IPv6 alone.
+    Raises LaunchError for an interface that is not there, where there is IPv6 alone, and where the way to
+    `master_addr` has an address that others cannot use.
     """
-    chosen = interface or os.environ.get(INTERFACE)
+    chosen = os.environ.get(INTERFACE)
     if chosen:
         return _address_of(chosen)
     found = resolve(master_addr, "MASTER_ADDR")
-    targets = [address for address in found if ipaddress.ip_address(address.partition("%")[0]).version == 4]
+    targets = [address for address in found if _ip(address).version == 4]
     if not targets:
         raise LaunchError(
             f"{master_addr} has IPv6 addresses only ({', '.join(found)}); the nodes of a run talk IPv4: set "
             f"{INTERFACE} to an interface with an IPv4 address on every node ({_listed(_interfaces())})"
+        )
+    if _ip(targets[0]).is_unspecified:
+        raise LaunchError(
+            f"MASTER_ADDR is {master_addr}, where a server listens on every interface but nobody can connect "
+            f"to: give the address of node 0 ({_listed(_interfaces())})"
         )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         try:
@@ -141,15 +146,45 @@ def own_address(master_addr: str, interface: str | None = None) -> str:
                 f"no way from {socket.gethostname()} to {targets[0]} ({error}): set {INTERFACE} "
                 f"({_listed(_interfaces())})"
             ) from error
-        return str(probe.getsockname()[0])
+        own = str(probe.getsockname()[0])
+    named = n_nodes > 1 and targets[0] not in (
+        master_addr,
+        "127.0.0.1",
+    )  # as 127.0.1.1 in Debian's /etc/hosts
+    if (_ip(own).is_loopback and named) or _ip(own).is_link_local:
+        return _only_other(own, master_addr)
+    return own
+
+
+def interface_of(address: str) -> str:
+    """The network interface with this address; empty where there is none."""
+    return next((name for name, own in _interfaces().items() if own == address), "")
+
+
+def _only_other(own: str, master_addr: str) -> str:
+    """The one address of this node that others can reach, where the way to `master_addr` has none such."""
+    others = {
+        name: address
+        for name, address in _interfaces().items()
+        if not _ip(address).is_loopback and not _ip(address).is_link_local
+    }
+    if len(others) == 1:
+        return next(iter(others.values()))
+    raise LaunchError(
+        f"the way from {socket.gethostname()} to MASTER_ADDR {master_addr} starts at {own}, which other "
+        f"nodes cannot reach: set {INTERFACE} on this node ({_listed(_interfaces())})"
+    )
+
+
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])
 
 
 def use_interface_of(address: str) -> None:
     """Let collectives use the interface with this address, unless the user chose one."""
-    for name, own in _interfaces().items():
-        if own == address:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    if name := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _address_of(interface: str) -> str:

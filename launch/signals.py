@@ -11,10 +11,17 @@ from types import FrameType
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
+def _always() -> bool:
+    return True
+
+
 @contextlib.contextmanager
-def stop_on_sigterm(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+def stop_on_sigterm(
+    tell: Callable[[str], None], stepping: Callable[[], bool] = _always
+) -> Iterator[Callable[[], bool]]:
     """Within the block a SIGTERM only makes the function that it gives say True; a second one interrupts.
 
+    While `stepping` says False there is nothing to save: then the first one ends the process.
     Outside of the main thread, which alone receives signals, the function never does.
     """
     asked = threading.Event()
@@ -25,6 +32,8 @@ def stop_on_sigterm(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]
     def note(number: int, frame: FrameType | None) -> None:
         if asked.is_set():
             raise KeyboardInterrupt
+        if not stepping():
+            raise SystemExit(EXIT_TERMINATED)
         asked.set()
 
     before = signal.signal(signal.SIGTERM, note)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,10 +31,12 @@ from rolemesh.launch.check import check_recipe, resume_from
 from rolemesh.launch.cli import EXIT_BAD_RECIPE, EXIT_FAILED, EXIT_INTERRUPTED, describe_error
 from rolemesh.launch.config import load_recipe
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.preflight import endpoint_rows
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.rendezvous import LaunchError, LauncherWorld, own_address, use_interface_of
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import open_run_folder
+from rolemesh.launch.run_lock import only_run_in
 from rolemesh.launch.schema import Recipe, Run
 from rolemesh.launch.torchrun import Meeting
 from rolemesh.launch.train import Runtime, run_training, worker_of
@@ -69,6 +72,8 @@ def _lead(meeting: Meeting, recipe: str, overrides: list[str]) -> int:
         code = _train(meeting, recipe, overrides)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except Exception as error:
         print(hide(describe_error(error)), file=sys.stderr, flush=True)
         code = EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
@@ -82,12 +87,19 @@ def _train(meeting: Meeting, path: str, overrides: list[str]) -> int:
     recipe = load_recipe(path, [*overrides, *_settled(load_recipe(path, overrides), launcher)])
     report = check_recipe(recipe, offline=True)
     resume_from(recipe.run, report)
+    report.rows += endpoint_rows(recipe)
     print(report.text(), flush=True)
     if report.problems or report.plan is None:
         return EXIT_BAD_RECIPE
-    if moved := open_run_folder(recipe, report.resume.path):
-        print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
-    kind = report.plan.pools[0].device_kind
+    with only_run_in(recipe.run.dir):
+        if moved := open_run_folder(recipe, report.resume.path):
+            print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
+        return _run(meeting, recipe, report.plan, report.resume.path)
+
+
+def _run(meeting: Meeting, recipe: Recipe, plan: PlacementPlan, resume: Path | None) -> int:
+    """Train on all ranks with the checked plan."""
+    launcher, kind = meeting.world, plan.pools[0].device_kind
     begin: dict[str, Any] = {"device": kind, "limit_s": recipe.run.timeout_s}
     meeting.tell("begin", begin)
     cluster = ClusterSpec.uniform(
@@ -99,7 +111,7 @@ def _train(meeting: Meeting, path: str, overrides: list[str]) -> int:
     with _world(launcher, **begin) as world:
         spmd = _Spmd(world, cluster)
         runtime = Runtime(spmd.cluster, spmd.groups, put_batch, fetch_batch)
-        code = run_training(recipe, report.plan, report.resume.path, runtime)
+        code = run_training(recipe, plan, resume, runtime)
         world.end()
     return code
 
@@ -170,7 +182,7 @@ def _follow(meeting: Meeting) -> int:
 @contextlib.contextmanager
 def _world(launcher: LauncherWorld, device: str, limit_s: float) -> Iterator[World]:
     """torch.distributed over all ranks, and this rank's place in it."""
-    use_interface_of(own_address(launcher.master_addr))
+    use_interface_of(own_address(launcher.master_addr, launcher.n_nodes))
     threads = int(
         os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // launcher.local_world_size)
     )

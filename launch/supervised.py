@@ -52,7 +52,7 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
         with (
             Progress(steps) as progress,
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
-            stop_on_sigterm(progress.write) as stopping,
+            stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
             log = RunLog(recipe.run.dir, loggers)
             (log.path / "plan.yaml").write_text(plan.to_yaml())
@@ -86,7 +86,7 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
 
 def load_examples(recipe: SupervisedRecipe) -> tuple[SupervisedDataset, SupervisedDataset | None]:
     """Examples to learn from, and held-out ones (None without `data.val_files`). Raises DataError."""
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
     encoder = Encoder(tokenizer, end_tokens(recipe.model.path, tokenizer.eos_token_id))
     data = recipe.data
     if isinstance(data, SftData):

@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from rolemesh.engine.data.files import DataError, columns_and_rows
-from rolemesh.launch.check import (
-    CheckReport,
-    absent_files,
-    live_devices,
-    local_devices,
-    resume_from,
-)
+from rolemesh.launch.check import absent_files, live_devices, local_devices, resume_from
+from rolemesh.launch.check_report import CheckReport
 from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.loggers import absent_loggers
 from rolemesh.launch.plan import PLANNING_ERRORS
+from rolemesh.launch.preflight import checkpoint_rows, machine_rows
 from rolemesh.launch.supervised_schema import PairData, SftData, SupervisedRecipe
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.layout import Layout
@@ -26,49 +22,64 @@ from rolemesh.placement.plan import PlacementPlan, make_plan
 
 def check_supervised(recipe: SupervisedRecipe) -> CheckReport:
     """Everything that is wrong with the recipe, as many problems as can be told at once; starts nothing."""
-    report = CheckReport(problems=[*absent_files(recipe.data), *absent_loggers(recipe.run)])
-    if not report.problems:
+    report = CheckReport()
+    report.problem("recipe", absent_loggers(recipe.run))
+    report.problem("data", absent_files(recipe.data))
+    steps, trained = 0, dict[str, int]()
+    if "data" not in [row.area for row in report.rows]:
         try:
-            _check_examples(recipe, report)
+            steps = _check_examples(recipe, report)
         except DataError as error:
-            report.problems.append(str(error))
+            report.problem("data", [str(error)])
     try:
         checkpoint = read_checkpoint(recipe.model.path)
-        report.problems += _model(recipe, checkpoint)
+        trained = {recipe.role: checkpoint.shape.n_params}
+        report.problem("models", _model(recipe, checkpoint))
         report.plan = _plan(recipe, checkpoint, report)
-        report.lines += report.plan.summary()
+        report.fine("placement", report.plan.summary())
         if recipe.head == "value" and checkpoint.shape.n_labels is None:
-            report.notes.append(f"{recipe.model.path} is a language model: its scalar head starts from zeros")
+            said = f"{recipe.model.path} is a language model: its scalar head starts from zeros"
+            report.note("models", [said])
     except RecipeError as error:
-        report.problems.append(f"model.path: {error}" if "no folder" in str(error) else str(error))
+        report.problem("models", [f"model.path: {error}" if "no folder" in str(error) else str(error)])
     except PLANNING_ERRORS as error:
-        report.problems.append(f"layout: {error}")
+        report.problem("placement", [f"layout: {error}"])
     resume_from(recipe.run, report)
+    machine_rows(recipe.run, report)
+    report.rows += checkpoint_rows(recipe.run, trained, steps, report.resume.path)
     return report
 
 
-def _check_examples(recipe: SupervisedRecipe, report: CheckReport) -> None:
+def _check_examples(recipe: SupervisedRecipe, report: CheckReport) -> int:
+    """Updates of the run; 0 where the examples do not say. Raises DataError."""
     data, rows = recipe.data, 0
     for name in ("train_files", "val_files"):
         for path in getattr(data, name):
             columns, found = columns_and_rows(path)
             rows += found if name == "train_files" else 0
             if lacks := _lacks(data, columns):
-                report.problems.append(f"{path} has {', '.join(columns) or 'no rows'}, but no {lacks}")
+                report.problem("data", [f"{path} has {', '.join(columns) or 'no rows'}, but no {lacks}"])
     if rows == 0:
-        report.problems.append("data.train_files hold no examples")
-        return
+        report.problem("data", ["data.train_files hold no examples"])
+        return 0
     per_epoch = math.ceil(rows / recipe.batch.size)
     steps = recipe.run.epochs * per_epoch if recipe.run.steps is None else recipe.run.steps
-    report.lines.append(
-        f"data: {rows} examples / {recipe.batch.size} per update = {per_epoch} updates per epoch; "
-        f"{steps} updates in all, less what is left out"
+    report.fine(
+        "data",
+        [
+            f"data: {rows} examples / {recipe.batch.size} per update = {per_epoch} updates per epoch; "
+            f"{steps} updates in all, less what is left out"
+        ],
     )
     if recipe.optim.decay != "constant" and recipe.optim.warmup_steps >= steps:
-        report.problems.append(
-            f"optim.warmup_steps is {recipe.optim.warmup_steps}, but the run has {steps} updates: "
-            f"the {recipe.optim.decay} decay would never begin"
+        report.problem(
+            "data",
+            [
+                f"optim.warmup_steps is {recipe.optim.warmup_steps}, but the run has {steps} updates: "
+                f"the {recipe.optim.decay} decay would never begin"
+            ],
         )
+    return steps
 
 
 def _lacks(data: object, columns: list[str]) -> str:

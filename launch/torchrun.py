@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.engine.loggers.secrets import hide
-from rolemesh.launch.rendezvous import LaunchError, LauncherWorld, own_address
+from rolemesh.launch.rendezvous import LaunchError, LauncherWorld, interface_of, own_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -144,7 +144,7 @@ def _run(given: Arguments, meeting: Meeting) -> int:
 
     world = meeting.world
     slots, temp_dir, settled = _expected(given, world.n_nodes)
-    address = own_address(world.master_addr)
+    address = _told_address(world)
     options = NodeOptions(
         address=address,
         slots=slots,
@@ -249,7 +249,7 @@ def _follow(meeting: Meeting, wait_s: float) -> int:
     state = {"where": where, "joined": False, "error": None}
     key = f"node/{world.node}"
     try:
-        address = own_address(world.master_addr)
+        address = _told_address(world)
         state["where"] = f"{where}, {address}"
         meeting.tell(key, state)
         deadline = time.monotonic() + wait_s
@@ -301,6 +301,13 @@ def _sigterm_as_exit() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is leave:
             signal.signal(signal.SIGTERM, before)
+
+
+def _told_address(world: LauncherWorld) -> str:
+    """This node's address, which is printed with its interface."""
+    address = own_address(world.master_addr, world.n_nodes)
+    print(f"node {world.node}: {address} on {interface_of(address) or 'no interface'}", flush=True)
+    return address
 
 
 def _answers(address: str, port: int) -> bool:

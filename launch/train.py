@@ -76,7 +76,7 @@ def run_training(
     raises, after every process of the run is ended. Ray is the `runtime` unless another one is given.
     """
     runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     train, val = load_prompts(recipe, tokenizer)
     loader = PromptLoader(
         train,
@@ -95,7 +95,7 @@ def run_training(
         with (
             Progress(steps) as progress,
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
-            stop_on_sigterm(progress.write) as stopping,
+            stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
             log = RunLog(recipe.run.dir, loggers)
             (log.path / "plan.yaml").write_text(plan.to_yaml())

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rolemesh.parallel.checkpoint_error import CheckpointError
+from rolemesh.parallel.checkpoint_metadata import check_metadata
 from rolemesh.parallel.durable_files import FileRecord, HashedFile, read_record, sync_files, sync_folder
 from rolemesh.parallel.model import ParallelModel
 from rolemesh.parallel.weights.boxes import boxes
@@ -125,6 +126,7 @@ def load_shards(model: ParallelModel, folder: str | Path) -> None:
     optimizer = model.optimizer
     if optimizer is None:
         raise CheckpointError("this model has no optimizer: it cannot take up a checkpoint")
+    check_metadata(folder)
     saved = dist_checkpointing.load_common_state_dict(str(folder))
     if saved["shape"] != _described(model):
         raise CheckpointError(f"{folder} is of another model: {_differences(saved['shape'], model)}")

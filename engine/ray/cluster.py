@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -64,7 +64,7 @@ def local_cluster(
     """
     if ray.is_initialized():
         raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
-    with _sigterm_as_exit(), session_directory(temp_dir) as session:
+    with _sigterm_as_exit() as handle_sigterm, session_directory(temp_dir) as session:
         try:
             with _without(LAUNCHER_VARIABLES), _loopback():
                 ray.init(
@@ -79,6 +79,7 @@ def local_cluster(
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(session),
                 )
+            handle_sigterm()
             _log.info("started a Ray cluster of our own at %s", cluster_address())
             yield read_cluster(device_kind)
         finally:
@@ -98,12 +99,13 @@ def joined_cluster(address: str, *, device_kind: DeviceKind | None = None) -> It
         _check_answers(address)
     # Ray starts clusters with the user's token where there is one, but joins them without it.
     authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    with _sigterm_as_exit():
+    with _sigterm_as_exit() as handle_sigterm:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RayStartError(f"no Ray cluster answers at {address!r}: {error}") from error
         try:
+            handle_sigterm()
             _log.info("joined the Ray cluster at %s", cluster_address())
             yield read_cluster(device_kind)
         finally:
@@ -200,17 +202,24 @@ def _without(names: tuple[str, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that what was started is stopped; only the main thread may ask for it."""
+def _sigterm_as_exit() -> Iterator[Callable[[], None]]:
+    """SIGTERM unwinds the stack, so that what was started is stopped; only the main thread may ask for it.
+
+    `ray.init` puts a handler of its own in place, whose exit code says nothing: the function takes it back.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
 
     def leave(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def handle() -> None:
+        signal.signal(signal.SIGTERM, leave)
+
+    before = signal.getsignal(signal.SIGTERM)
+    handle()
     try:
-        yield
+        yield handle
     finally:
         signal.signal(signal.SIGTERM, before)

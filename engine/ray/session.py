@@ -47,7 +47,7 @@ def session_directory(parent: str | os.PathLike[str] | None) -> Iterator[Path]:
             start_new_session=True,
         )
         ended.callback(_wait_for, reaper)
-        if len(str(session)) + _LONGEST_SOCKET > _SOCKET_PATH_LIMIT:
+        if too_long(root):
             links = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX)))
             link = links / "s"
             link.symlink_to(session)
@@ -58,6 +58,16 @@ def session_directory(parent: str | os.PathLike[str] | None) -> Iterator[Path]:
                 f"would have {longest} characters, the system allows {_SOCKET_PATH_LIMIT}; set TMPDIR"
             )
         yield session
+
+
+def too_long(root: Path, *, link: bool = False) -> bool:
+    """Whether sockets in a session under `root` have too long paths; `link`: one that is a link there."""
+    return longest_socket_path(root, link=link) > _SOCKET_PATH_LIMIT
+
+
+def longest_socket_path(root: Path, *, link: bool = False) -> int:
+    """Characters of the longest path of a socket in a session under `root`."""
+    return len(str(root / f"{_PREFIX}12345678")) + len("/s") * link + _LONGEST_SOCKET
 
 
 def _new_directory(root: Path) -> Path:

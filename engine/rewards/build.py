@@ -131,7 +131,7 @@ def build(scorer: Scorer, actor: str) -> Reward:
     if isinstance(scorer, Composite):  # parts run in threads: each has its own tokenizer
         parts = {name: Part(build(part, actor), weight) for name, (weight, part) in scorer.parts.items()}
         return CompositeReward(parts)
-    tokenizer = AutoTokenizer.from_pretrained(actor)
+    tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=False)
     match scorer:
         case Function():
             return FunctionReward(
@@ -144,7 +144,11 @@ def build(scorer: Scorer, actor: str) -> Reward:
         case Remote():
             urls = tuple(score_endpoint(url, scorer.protocol) for url in scorer.service.endpoints)
             service = replace(scorer.service, endpoints=urls)
-            own = AutoTokenizer.from_pretrained(scorer.tokenizer) if scorer.tokenizer else None
+            own = (
+                AutoTokenizer.from_pretrained(scorer.tokenizer, trust_remote_code=False)
+                if scorer.tokenizer
+                else None
+            )
             return RemoteReward(
                 service.client(tokenizer if scorer.send_ids else None),
                 RewardTexts(tokenizer, scorer.template, scorer.special_tokens, own),
@@ -168,7 +172,7 @@ def score_endpoint(url: str, protocol: forms.Protocol) -> str:
 
 def judge_reward(judge: Judge, actor: str, client: Asked) -> JudgeReward:
     """The judge behind `client`, asked a short question; see `build`."""
-    tokenizer = AutoTokenizer.from_pretrained(actor)
+    tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=False)
     template = None
     if judge.template is not None:
         text = Path(judge.template).read_text()

@@ -36,7 +36,7 @@ class HFRollout:
     """
 
     def __init__(self, path: str | Path, device: torch.device | str, dtype: str, max_params: int) -> None:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
             self.n_params: int = AutoModelForCausalLM.from_config(config).num_parameters()
         if self.n_params > max_params:

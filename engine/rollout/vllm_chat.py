@@ -29,7 +29,7 @@ class ChatEngine:
 
     def __init__(self, spec: VLLMSpec) -> None:
         self.spec = spec
-        self.tokenizer = AutoTokenizer.from_pretrained(spec.path)
+        self.tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=False)
         if not self.tokenizer.chat_template:
             raise ChatRefused(f"{spec.path} has no chat template: it cannot be asked")
         self._names = itertools.count()

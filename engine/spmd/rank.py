@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import pickle
+import secrets
 import threading
 import time
 import traceback
@@ -30,6 +31,7 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.spmd.held import Held, fetch_batch, stored
 from rolemesh.engine.worker import Worker, WorkerContext
 from rolemesh.kernels.forms import record_kernels
+from rolemesh.parallel.sealed import sealed, unsealed
 from rolemesh.placement.layout import Layout
 
 _STACKS_S = 30.0  # after a call's limit, for the collectives' own errors to come first
@@ -82,6 +84,7 @@ class World:
         self._ask_lock = threading.Lock()
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s + _STACKS_S))
         self._calls = 0
+        self._secret = self.share_setup(secrets.token_bytes(32) if self.rank == 0 else None)
         if self.rank:
             threading.Thread(target=self._answer, name="questions", daemon=True).start()
 
@@ -171,12 +174,12 @@ class World:
             number = self._asks
             for rank in ranks:
                 if rank:
-                    self._ask_store.set(f"ask/{rank}/{number}", pickle.dumps((role, method, args)))
+                    self._put(self._ask_store, f"ask/{rank}/{number}", (role, method, args))
                 else:
-                    self._ask_store.set(f"answer/0/{number}", pickle.dumps(self._asked(role, method, args)))
+                    self._put(self._ask_store, f"answer/0/{number}", self._asked(role, method, args))
             for rank in range(1, self.size):
                 if rank not in ranks:
-                    self._ask_store.set(f"ask/{rank}/{number}", pickle.dumps(None))
+                    self._put(self._ask_store, f"ask/{rank}/{number}", None)
             return [self._answer_of(rank, number, role, method, limit_s) for rank in ranks]
 
     def _answer_of(self, rank: int, number: int, role: str, method: str, limit_s: float) -> Any:
@@ -185,7 +188,7 @@ class World:
             self._ask_store.wait([key], timedelta(seconds=limit_s))
         except RuntimeError as error:
             raise CallTimeout(f"{role}.{method} not answered within {limit_s:g} s by rank {rank}") from error
-        value, trace = pickle.loads(self._ask_store.get(key))
+        value, trace = self._got(self._ask_store, key)
         self._ask_store.delete_key(key)
         if trace is not None:
             raise WorkerError(role, rank, self.node, method, trace)
@@ -199,10 +202,10 @@ class World:
             try:
                 while not self._ask_store.check([key]):
                     time.sleep(_POLL_S)
-                asked = pickle.loads(self._ask_store.get(key))
+                asked = self._got(self._ask_store, key)
                 self._ask_store.delete_key(key)
                 if asked is not None:
-                    self._ask_store.set(f"answer/{self.rank}/{number}", pickle.dumps(self._asked(*asked)))
+                    self._put(self._ask_store, f"answer/{self.rank}/{number}", self._asked(*asked))
             except RuntimeError:
                 return  # rank 0, which has the store, is gone
             number += 1
@@ -212,6 +215,12 @@ class World:
             return getattr(self.workers[role], method)(*args), None
         except Exception:
             return None, traceback.format_exc()
+
+    def _put(self, store: Any, key: str, value: Any) -> None:
+        store.set(key, sealed(value, self._secret, key))
+
+    def _got(self, store: Any, key: str) -> Any:
+        return unsealed(store.get(key), self._secret, key)
 
     def _sent(self, request: Request) -> bytes:
         return pickle.dumps(request)
@@ -223,9 +232,7 @@ class World:
             return self._carried_out(request)
         except BaseException as error:
             trace = traceback.format_exc()
-            self._store.set(
-                f"error/{self.rank}", pickle.dumps((time.time(), request.role, request.method, trace))
-            )
+            self._put(self._store, f"error/{self.rank}", (time.time(), request.role, request.method, trace))
             if self.rank == 0:
                 raise self._cause(request, error) from error
             raise
@@ -249,7 +256,7 @@ class World:
         deadline, found = time.monotonic() + _CAUSE_S, []
         while time.monotonic() < deadline:
             said = [rank for rank in range(self.size) if self._store.check([f"error/{rank}"])]
-            found = [(*pickle.loads(self._store.get(f"error/{rank}")), rank) for rank in said]
+            found = [(*self._got(self._store, f"error/{rank}"), rank) for rank in said]
             if any(rank for *_, rank in found):
                 break
             if not isinstance(error, RuntimeError):

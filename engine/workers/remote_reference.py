@@ -42,8 +42,8 @@ class RemoteRefWorker(Worker):
             spec.endpoints, spec.limits, token=spec.token, temperature=spec.temperature
         )
         self.service = self.reference.check(
-            AutoTokenizer.from_pretrained(spec.actor),
-            AutoConfig.from_pretrained(spec.actor).vocab_size,
+            AutoTokenizer.from_pretrained(spec.actor, trust_remote_code=False),
+            AutoConfig.from_pretrained(spec.actor, trust_remote_code=False).vocab_size,
             spec.longest_tokens,
         )
 

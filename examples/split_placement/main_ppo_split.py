@@ -168,7 +168,9 @@ def main() -> None:
         raise SystemExit(2 if report.problems else 0)
 
     open_run_folder(recipe)
-    dataset, _ = load_prompts(recipe, AutoTokenizer.from_pretrained(recipe.actor.path))
+    dataset, _ = load_prompts(
+        recipe, AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
+    )
     loader = PromptLoader(dataset, recipe.batch.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
     steps = len(loader) * recipe.run.epochs if recipe.run.steps is None else recipe.run.steps
     batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps)

@@ -52,7 +52,7 @@ def load_reward_model(folder: Path, head: str, dtype: str, device: str) -> PreTr
     name = reward_head(folder, tensors, head)
     auto: Any = AutoModelForSequenceClassification
     with torch.device("meta"):
-        empty = auto.from_config(AutoConfig.from_pretrained(folder))
+        empty = auto.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     own = next((name for name in ("score", "classifier") if hasattr(empty, name)), "")
     if own == "score":
         model = _complete(auto, folder, dtype, device, new=("score.weight", "score.bias"), num_labels=1)
@@ -125,7 +125,9 @@ def _complete(
 ) -> PreTrainedModel:
     """Load a model; only weights of `new` may be missing."""
     stored_tensors(folder)  # transformers would also take pickled weights
-    model, loading = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    model, loading = auto.from_pretrained(
+        folder, trust_remote_code=False, dtype=dtype, output_loading_info=True, **options
+    )
     if missing := set(loading["missing_keys"]) - set(new):
         raise ServeError(f"{folder} lacks {_listed(missing)}; they would be random, so it is not served")
     return model.to(device).eval()

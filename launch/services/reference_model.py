@@ -51,7 +51,7 @@ class ReferenceModel:
     ) -> None:
         self.model, self.folder, self.batch_tokens = model, folder, batch_tokens
         self.network = load_causal_model(folder, dtype, device)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.vocab_size = int(self.network.config.vocab_size)
         self.max_length = longest(self.network.config, max_length)
         self.plain_head = self._has_plain_head()

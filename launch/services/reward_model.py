@@ -45,7 +45,7 @@ class RewardModel:
     ) -> None:
         self.model, self.folder, self.batch_tokens = model, folder, batch_tokens
         self.network = load_reward_model(folder, head, dtype, device)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._tokenizing = threading.Lock()  # it keeps settings from call to call
         self.vocab_size = int(self.network.config.vocab_size)
         self.max_length = longest(self.network.config, max_length)

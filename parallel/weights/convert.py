@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from rolemesh.parallel.checkpoint_error import CheckpointError, listed
+from rolemesh.parallel.checkpoint_metadata import check_metadata
 from rolemesh.parallel.weights.checkpoint import Checkpoint
 from rolemesh.parallel.weights.pieces import HfTensor
 from rolemesh.parallel.weights.plan import Head, export_plan, hf_tensors, stage_plan
@@ -162,5 +163,6 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
+            check_metadata(self.path)  # type: ignore[arg-type]  # a folder here
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata

@@ -5,7 +5,7 @@ All of it is made once and serves every later transfer between the same processe
 
 from __future__ import annotations
 
-import pickle
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rolemesh.parallel.sealed import SealError, sealed, unsealed
 from rolemesh.parallel.weights.pieces import Cut
 from rolemesh.parallel.weights.transfer_memory import HostMemory, ipc_handle, open_host_memory, open_ipc
 from rolemesh.parallel.weights.transfer_packets import Crossing, Route, Step, steps_of
@@ -37,8 +38,9 @@ HALVES = 2
 class Meeting:
     """Where the processes of a transfer meet; the same for all of them.
 
-    `pair` names the two roles; `id` is new whenever their processes are. `together` says that source rank i
-    and target rank i are one process. Every wait for another process has `limit_s` seconds.
+    `pair` names the two roles; `id` is new whenever their processes are, and known to them alone. `together`
+    says that source rank i and target rank i are one process. Every wait for another process has `limit_s`
+    seconds.
     Without `shared`, processes of one machine exchange as if they were on two.
     """
 
@@ -158,7 +160,8 @@ class _Meet:
                 f"{member.what} cannot reach the store of transfer {meeting.pair} at {meeting.address}:"
                 f"{meeting.port} within {meeting.limit_s:g} s: has its process ended? ({error})"
             ) from error
-        self.store = dist.PrefixStore(f"transfer/{meeting.id}", store)
+        self.secret = meeting.id.encode()
+        self.store = dist.PrefixStore(f"transfer/{hashlib.sha256(self.secret).hexdigest()}", store)
 
     def link(self) -> Link:
         meeting, process = self.meeting, self.process
@@ -262,12 +265,16 @@ class _Meet:
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
         """Every process's value, by process."""
-        self.store.set(f"{what}/{self.process}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes too
+        own = f"{what}/{self.process}"
+        self.store.set(own, sealed(value, self.secret, own))  # type: ignore[arg-type]  # bytes too
         keys = [f"{what}/{other}" for other in range(self.meeting.n_processes)]
         left_s = max(0.05, self.deadline - time.monotonic())
         try:
             self.store.wait(keys, timedelta(seconds=left_s))
-            return [pickle.loads(told) for told in self.store.multi_get(keys)]
+            told = self.store.multi_get(keys)
+            return [unsealed(value, self.secret, key) for key, value in zip(keys, told, strict=True)]
+        except SealError as error:
+            raise TransferError(f"transfer {self.meeting.pair}: {error}") from error
         except RuntimeError as error:
             raise TransferError(self._late(what, error)) from error
 

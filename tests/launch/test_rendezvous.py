@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -70,6 +71,40 @@ def test_ipv6_alone_is_told_with_the_interfaces_that_would_do(monkeypatch):
     monkeypatch.delenv(INTERFACE, raising=False)
     with pytest.raises(LaunchError, match=rf"::1 has IPv6 addresses only.*{INTERFACE}.*127\.0\.0\.1"):
         own_address("::1")
+
+
+def say_ways(monkeypatch, own: str, there: dict[str, str]) -> None:
+    """Let names resolve to `own`, from which the way starts, and the node have these interfaces."""
+    monkeypatch.delenv(INTERFACE, raising=False)
+    monkeypatch.setattr(rendezvous, "resolve", lambda host, what: [own])
+    monkeypatch.setattr(rendezvous, "_interfaces", lambda: there)
+    probe = MagicMock(**{"__enter__.return_value.getsockname.return_value": (own, 1)})
+    monkeypatch.setattr(rendezvous.socket, "socket", lambda *given: probe)
+
+
+def test_a_host_name_that_means_loopback_on_its_own_node_is_not_what_others_get(monkeypatch):
+    say_ways(monkeypatch, "127.0.1.1", {"lo": "127.0.0.1", "eth0": "10.0.0.7", "usb0": "169.254.0.1"})
+    assert own_address("node-a", n_nodes=2) == "10.0.0.7"
+    assert own_address("node-a", n_nodes=1) == "127.0.1.1", "alone it may stay on loopback"
+    say_ways(monkeypatch, "127.0.1.1", {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "10.1.0.7"})
+    with pytest.raises(
+        LaunchError, match=rf"node-a starts at 127\.0\.1\.1.*set {INTERFACE}.*ib0 10\.1\.0\.7"
+    ):
+        own_address("node-a", n_nodes=2)
+
+
+def test_a_link_local_address_is_never_taken_unless_it_is_set(monkeypatch):
+    say_ways(monkeypatch, "169.254.0.1", {"lo": "127.0.0.1", "usb0": "169.254.0.1"})
+    with pytest.raises(LaunchError, match=r"169\.254\.0\.1, which other nodes cannot reach"):
+        own_address("169.254.0.9", n_nodes=2)
+    monkeypatch.setenv(INTERFACE, "usb0")
+    assert own_address("169.254.0.9", n_nodes=2) == "169.254.0.1"
+
+
+def test_an_address_to_listen_on_is_none_to_connect_to(monkeypatch):
+    monkeypatch.delenv(INTERFACE, raising=False)
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR is 0\.0\.0\.0.*give the address of node 0"):
+        own_address("0.0.0.0")
 
 
 def test_on_one_machine_nodes_stay_on_loopback(monkeypatch):

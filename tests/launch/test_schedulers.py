@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 import yaml
 from tiny import tiny_checkpoint
 
+from rolemesh.launch import engine_check
 from rolemesh.launch.check import check_recipe
 from rolemesh.launch.config import load_recipe
 
 ROOT = Path(__file__).parents[2]
 SBATCH, TORCHRUN = ROOT / "launch/slurm/train.sbatch", ROOT / "launch/scripts/torchrun.sh"
-LLAMA70B = ROOT / "examples/bench/models/llama-3.1-70b.json"
+MODELS = ROOT / "examples/bench/models"
 
 
 @pytest.mark.parametrize("script", [SBATCH, TORCHRUN], ids=lambda path: path.name)
@@ -115,25 +117,38 @@ def test_the_manifests_command_names_its_own_workers(manifest):
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
 
 
-def test_the_70b_example_passes_the_offline_check_with_the_nodes_it_states(tmp_path):
+@pytest.mark.parametrize(
+    ("example", "model", "config"),
+    [
+        ("llama70b", "Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("qwen235b", "Qwen3-235B-A22B", "qwen3-235b-a22b"),
+    ],
+)
+def test_a_large_example_passes_the_offline_check_with_the_nodes_it_states(
+    tmp_path, monkeypatch, example: str, model: str, config: str
+):
     """A folder with the configuration of such a model stands for its weights."""
-    examples, model = tmp_path / "examples", tmp_path / "models/Llama-3.3-70B-Instruct"
+    monkeypatch.setattr(engine_check, "find_spec", lambda package: True)  # vLLM is where it runs
+    examples, folder = tmp_path / "examples", tmp_path / "models" / model
     examples.mkdir()
-    for name in ("llama70b.yaml", "math_reward.py"):
+    for name in (f"{example}.yaml", "math_reward.py"):
         (examples / name).write_text((ROOT / "examples" / name).read_text())
-    tiny_checkpoint(model)
-    (model / "config.json").write_text(LLAMA70B.read_text())
+    tiny_checkpoint(folder)
+    (folder / "config.json").write_text((MODELS / f"{config}.json").read_text())
     data = tmp_path / "data/math"
     data.mkdir(parents=True)
     rows = {"prompt": ["1+1"] * 256, "reward_model": [{"ground_truth": "2"}] * 256}
     for name in ("train", "test"):
         pq.write_table(pa.table(rows), data / f"{name}.parquet")
-    recipe = load_recipe(examples / "llama70b.yaml")
+    recipe = load_recipe(examples / f"{example}.yaml")
     report = check_recipe(recipe, offline=True)
     assert not report.problems, report.text()
     assert report.plan.n_devices == recipe.cluster.nodes * recipe.cluster.per_node
     assert not report.plan.idle
-    assert f"NNODES={recipe.cluster.nodes}" in (ROOT / "examples/llama70b.yaml").read_text()
+    assert f"NNODES={recipe.cluster.nodes}" in (ROOT / f"examples/{example}.yaml").read_text()
+    fitting = [row.text for row in report.rows if row.area == "memory"]
+    assert len(fitting) == len(report.plan.pools)
+    assert all(re.fullmatch(r"pool \w+: [\d.]+ of [\d.]+ GiB at most on a device", text) for text in fitting)
 
 
 def test_the_70b_examples_reward_compares_numbers():

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-import yaml
-from tiny import tiny_checkpoint
+from small_runs import small_recipe, users_of
 
 from rolemesh.launch import torchrun
 from rolemesh.launch.rendezvous import LaunchError, LauncherWorld
@@ -25,34 +24,6 @@ WORLD = LauncherWorld(
     rank=0, world_size=3, local_rank=0, local_world_size=1, node=0, n_nodes=3, master_addr="127.0.0.1",
     master_port=1,
 )  # fmt: skip
-REWARD = """
-import json, os
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    open(os.path.join(os.path.dirname(__file__), "seen.json"), "w").write(json.dumps(dict(os.environ)))
-    return float(len(solution_str))
-"""
-
-
-def small_recipe(folder: Path, **changes) -> Path:
-    """One GRPO step with a reward function, on one worker slot per node."""
-    tiny_checkpoint(folder / "policy", layers=1, hidden=32)
-    rows = [{"prompt": f"{i}>", "reward_model": {"ground_truth": ""}} for i in range(8)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (folder / "reward.py").write_text(REWARD)
-    content = {
-        "run": {"dir": "run", "steps": 1},
-        "cluster": {"device": "cpu", "per_node": 1},
-        "data": {"train_files": ["train.jsonl"], "max_prompt_tokens": 8},
-        "algorithm": {"name": "grpo"},
-        "batch": {"prompts": 4, "samples_per_prompt": 2, "micro_batch_tokens": 64},
-        "lengths": {"max_response_tokens": 8},
-        "actor": {"path": "policy", "dtype": "float32"},
-        "reward": "reward.py:compute_score",
-        "placement": "colocate",
-    } | changes
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
 
 
 def start(recipe: Path, *overrides: str, per_node: int = 1, nodes: int = 2) -> list[subprocess.Popen]:
@@ -86,15 +57,6 @@ def finish(agents: list[subprocess.Popen], limit_s: float) -> list[str]:
     finally:
         for agent in agents:
             agent.kill()
-
-
-def users_of(folder: Path) -> list[list[str]]:
-    """Command lines of the processes that name a folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found.append(process.cmdline())
-    return [line for line in found if any(str(folder) in word for word in line)]
 
 
 @pytest.mark.full

@@ -20,6 +20,9 @@ from rolemesh.engine.checkpoint.saver import Checkpoints, TrainedRole
 from rolemesh.engine.checkpoint.store import CheckpointStore, newest_good
 from rolemesh.engine.workers.actor import ActorWorker, PolicyLoss
 from rolemesh.engine.workers.megatron import RoleSpec
+from rolemesh.launch.checkpoints import read_checkpoint
+from rolemesh.launch.preflight import STATE_BYTES
+from rolemesh.parallel.checkpoint import STATES
 from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.parallel.durable_files import HashedFile
 from rolemesh.parallel.optim import OptimConfig
@@ -27,6 +30,7 @@ from rolemesh.placement.layout import Layout
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 MOMENTS = 10
+N_TENSORS = 60  # of the tiny policy, and boxes that they are cut into
 WRITES = 400  # of a shard's thousands, one in so many counts
 
 
@@ -259,6 +263,9 @@ def test_a_checkpoint_holds_everything_and_the_hugging_face_files(policy, tmp_pa
     assert on_disk == {*manifest.files, "manifest.json"}
     assert {"trainer.json", "random.pt", "plan.yaml", "actor/__0_0.distcp", "actor/.metadata"} <= on_disk
     assert {"hf/actor/config.json", "hf/actor/tokenizer.json"} <= on_disk
+    shards = sum(record.n_bytes for name, record in manifest.files.items() if name.endswith(".distcp"))
+    stated = STATE_BYTES * read_checkpoint(policy).shape.n_params  # what `check` compares with the disk
+    assert stated < shards < stated + 1500 * len(STATES) * N_TENSORS  # each has a head of its own
 
 
 def test_a_checkpoint_without_a_trained_role_is_refused(policy, tmp_path):

@@ -1,6 +1,7 @@
 """Our own Ray beside others, and that nothing stays behind however the driver ends."""
 
 import contextlib
+import ipaddress
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from rolemesh.engine.ray.cluster import (
     read_cluster,
 )
 from rolemesh.engine.ray.session import SessionError, session_directory
+from rolemesh.launch.live_cluster import live_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
@@ -117,6 +119,24 @@ def test_runs_at_once_each_have_their_own_cluster_and_no_launchers_world(drivers
         assert run["looks"] == [{"leaked": [], "sum": 2.0}] * 2
 
 
+def test_whatever_a_run_listens_on_is_on_loopback(drivers):
+    for driver, _ in drivers.values():
+        family = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
+        ports = [
+            (connection.laddr, " ".join(process.cmdline())[:80])
+            for process in family
+            for connection in process.net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert len(ports) > 4
+        assert [port for port in ports if not _is_loopback(port[0].ip)] == []
+
+
+def _is_loopback(address: str) -> bool:
+    found = ipaddress.ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
 @pytest.mark.parametrize(
     ("how", "within_s"), [(signal.SIGINT, 15), (signal.SIGTERM, 15), (signal.SIGKILL, 30)]
 )
@@ -128,7 +148,8 @@ def test_no_process_stays_after_the_driver_is_stopped(drivers, how, within_s):
     driver.send_signal(how)
     start = time.monotonic()
     assert ends(ours, within_s) == []
-    assert driver.wait(timeout=within_s - (time.monotonic() - start)) != 0
+    code = driver.wait(timeout=within_s - (time.monotonic() - start))
+    assert code == 143 if how == signal.SIGTERM else code != 0
     assert not Path(session).exists()
 
 
@@ -143,6 +164,9 @@ def test_a_running_cluster_is_joined_by_address_and_left_running():
                 assert [node.resources for node in cluster.nodes] == [{"TPU": 1.0}]
                 with pytest.raises(RayStartError, match="already"), local_cluster(1):
                     pass
+        told: list[str] = []
+        live_cluster(address, tell=told.append)
+        assert told == [f"run.address {address} is the Ray cluster at {address}: 1 nodes, 1 devices (cuda)"]
         assert other.poll() is None
     finally:
         other.send_signal(signal.SIGTERM)
