@@ -89,9 +89,11 @@ class Recoveries:
             times = {0: "it stays so: run.recoveries is 0", 1: "the run recovered once"}
             allowed = times.get(self.limit, f"the run recovered {self.limit} times")
             lost.cause.add_note(f"{allowed}; run.recoveries allows no more")
-            raise lost.cause
+            raise lost.cause from None
         self.count += 1
-        self._lost, self._since_s = lost, time.monotonic()
+        lost.cause.__cause__ = lost.cause.__context__ = None  # their frames hold the lost trainer's batches
+        self._lost = WorkersLost(lost.cause.with_traceback(None), lost.done)
+        self._since_s = time.monotonic()
         self._time, self._placed = time.strftime("%Y-%m-%d %H:%M:%S"), None
         self._tell(f"lost workers in step {lost.done + 1}: {lost.cause}")
         self._tell(f"recovery {self.count} of at most {self.limit}: starting the workers again")

@@ -22,6 +22,7 @@ from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerErr
 from rolemesh.engine.named_tensors import NamedTensorsRef
 from rolemesh.engine.parts import PartRef
 from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, HostState, PartHead, Reply, Request
+from rolemesh.engine.worker_log import ENDED
 
 SILENT_S = 300.0
 _GRACE_S = 5.0  # for the other ranks once one has failed: most fail too, or end
@@ -29,6 +30,7 @@ _BEAT_S = 2.0
 _POLL_S = 0.5
 _CONTROL_S = 5.0
 _LOG_LINES = 20
+_LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,8 @@ class HostGroup:
 
     def _died(self, rank: int, role: str, operation: str, how: str) -> WorkerDied:
         info, beat, memory = self._infos[rank], self._beats[rank], psutil.virtual_memory()
-        told = [how]
+        lines = [] if info is None else _last_lines(info)
+        told = [line.partition("| ")[2] for line in lines[-1:] if ENDED in line] + [how]
         if beat.last is not None:
             told.append(f"last heartbeat {time.monotonic() - beat.last_s:.0f} s before: {beat.last}")
         told.append(
@@ -199,7 +202,8 @@ class HostGroup:
         )
         if (kills := _oom_kills() - self._oom_kills) > 0:
             told.append(f"its kernel ended {kills} processes for want of memory since the workers started")
-        log = _last_lines(info) if info else "it left no log"
+        where = "it left no log" if info is None else f"last lines of {info.log_path} (on that node):"
+        log = "\n".join([where, *lines])
         return WorkerDied(role, rank, self._places[rank].node, operation, "\n".join(told), log)
 
     def _control(self, rank: int, method: str) -> Any:
@@ -397,7 +401,8 @@ def _with_blocks(value: Any, blocks: list[Any], node: str) -> Any:
 def _ray_reason(error: RayError) -> str:
     """What Ray knows of a death, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines) or type(error).__name__
+    reason = " ".join(lines).partition(" Some common causes include")[0]
+    return reason.partition("Worker exit detail: ")[2] or reason or type(error).__name__
 
 
 def _oom_kills() -> int:
@@ -409,10 +414,14 @@ def _oom_kills() -> int:
     return int(counters.get("oom_kill", 0))
 
 
-def _last_lines(info: HostInfo) -> str:
-    path = Path(info.log_path)
-    try:
-        lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    except OSError:
-        return f"its log is {path} on that node"
-    return "\n".join([f"last lines of {path}:", *lines])
+def _last_lines(info: HostInfo) -> list[str]:
+    """The end of a process's log; of one that has just ended, with how, where that is known."""
+    path, deadline = Path(info.log_path), time.monotonic() + _LAST_WORDS_S
+    while True:
+        try:
+            lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            return []
+        if any(ENDED in line for line in lines[-1:]) or time.monotonic() > deadline:
+            return lines
+        time.sleep(0.05)

@@ -1,10 +1,17 @@
 """What a process prints, in its log: who, in which step, and the last words too."""
 
+import platform
 import re
 import subprocess
 import sys
 import time
 
+import pytest
+
+from rolemesh.engine.worker_log import ENDED
+
+KERNEL_TELLS = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15)
+LAST = ENDED if KERNEL_TELLS else "last words"
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -21,7 +28,7 @@ os.system("echo from a child")
 """
 
 
-def lines(folder, end: str, last: str = "last words") -> list[str]:
+def lines(folder, end: str, last: str) -> list[str]:
     subprocess.run([sys.executable, "-c", PROGRAM.replace("{end}", end), str(folder)], check=False)
     file = folder / "logs" / "pool_rank_1.log"
     deadline = time.monotonic() + 20
@@ -31,7 +38,7 @@ def lines(folder, end: str, last: str = "last words") -> list[str]:
 
 
 def test_every_line_has_role_rank_and_step_whoever_printed_it(tmp_path):
-    assert lines(tmp_path, "os.write(1, b'last words'); os.kill(os.getpid(), 9)") == [
+    assert lines(tmp_path, "os.write(1, b'last words'); os.kill(os.getpid(), 9)", LAST) == [
         "pool rank 1 | before any step",
         "actor rank 1 step 3 update_actor | begins",
         "actor rank 1 step 3 update_actor | two",
@@ -42,7 +49,15 @@ def test_every_line_has_role_rank_and_step_whoever_printed_it(tmp_path):
         "critic rank 1 init_model | ",
         "critic rank 1 init_model | from a child",
         "critic rank 1 init_model | last words",
+        *(["critic rank 1 init_model | process ended: signal 9 (SIGKILL)"] if KERNEL_TELLS else []),
     ]
+
+
+@pytest.mark.skipif(not KERNEL_TELLS, reason="the kernel is older than Linux 6.15")
+def test_an_exit_code_is_told_even_where_python_had_no_say(tmp_path):
+    assert (
+        lines(tmp_path, "os._exit(7)", ENDED)[-1] == "critic rank 1 init_model | process ended: exit code 7"
+    )
 
 
 def test_a_fatal_signal_leaves_the_python_stack_in_the_log(tmp_path):
