@@ -177,7 +177,7 @@ def test_a_process_that_answers_nothing_is_taken_for_dead(cluster, tmp_path):
         assert time.monotonic() - start < 40
         said = str(caught.value)
         assert re.search(r"last heartbeat \d+ s before: actor.reduce_late for \d s, .* GiB resident", said)
-        assert re.search(r"last lines of .*frozen_rank_1.log:\n.*process \d+ on node", said)
+        assert re.search(r"last lines of .*frozen_rank_1.log \(on that node\):\n.*process \d+ on node", said)
         assert gone(group.pids, 30)
     finally:
         pool.shutdown()
