@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -86,9 +87,11 @@ class Recoveries:
         if self._lost is not None:
             self._write(None, 0)
         if self.count == self.limit:
-            times = {0: "it stays so: run.recoveries is 0", 1: "the run recovered once"}
-            allowed = times.get(self.limit, f"the run recovered {self.limit} times")
-            lost.cause.add_note(f"{allowed}; run.recoveries allows no more")
+            lost.cause.add_note(
+                f"recovered {self.limit} times before; run.recoveries allows no more"
+                if self.limit
+                else "run.recoveries is 0: the first loss ends the run"
+            )
             raise lost.cause from None
         self.count += 1
         lost.cause.__cause__ = lost.cause.__context__ = None  # their frames hold the lost trainer's batches
@@ -110,11 +113,10 @@ class Recoveries:
         replayed = max(0, self._lost.done - done)
         self._replayed += replayed
         self._write(done, replayed)
-        where = f"the checkpoint of step {done}" if done else "the first models (there was no checkpoint)"
-        self._tell(
-            f"recovery {self.count}: went back to {where}; {replayed} steps are trained again, then step "
-            f"{self._lost.done + 1}"
-        )
+        where = f"the checkpoint of step {done}" if done else "the first models, for want of a checkpoint"
+        first, last = done + 1, max(done, self._lost.done) + 1
+        again = f"step {first} is" if first == last else f"steps {first} to {last} are"
+        self._tell(f"recovery {self.count}: back at {where}; {again} trained again")
         self._lost = None
 
     def metrics(self) -> dict[str, float]:
@@ -135,7 +137,7 @@ class Recoveries:
         entry = Recovery(
             self._time, self._lost.done + 1, lost, from_step, replayed, round(seconds, 1), self._placed
         )
-        with self._file.open("a") as file:
+        with contextlib.suppress(OSError), self._file.open("a") as file:  # a full disk is no reason to end
             file.write(json.dumps(asdict(entry)) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,9 +32,9 @@ class RunLog:
 
     def trained(self, step: int, prompts: Sequence[int], n_samples: int) -> None:
         """Note what a step was trained on: the numbers of its prompts in the data, in order of their first
-        sample.
+        sample. A full disk loses the line.
         """
-        with (self.path / TRAINED_FILE).open("a") as file:
+        with contextlib.suppress(OSError), (self.path / TRAINED_FILE).open("a") as file:
             file.write(json.dumps({"step": step, "prompts": list(prompts), "samples": n_samples}) + "\n")
 
     def save_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

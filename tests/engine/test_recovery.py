@@ -31,7 +31,7 @@ def test_a_recovery_is_a_line_of_the_run_folder_and_of_the_metrics(tmp_path):
     assert "lost workers in step 6: actor rank 1" in said
     assert "oops" in said, "the last log lines are told"
     assert "recovery 1 of at most 2" in said
-    assert "the checkpoint of step 4; 1 steps are trained again, then step 6" in said
+    assert "back at the checkpoint of step 4; steps 5 to 6 are trained again" in said
 
 
 def test_a_second_loss_during_a_recovery_counts_and_too_many_end_the_run(tmp_path):
@@ -40,7 +40,7 @@ def test_a_second_loss_during_a_recovery_counts_and_too_many_end_the_run(tmp_pat
     recoveries.lost(WorkersLost(death(0), done=recoveries.done))
     with pytest.raises(WorkerDied, match="actor rank 2") as caught:
         recoveries.lost(WorkersLost(death(2), done=recoveries.done))
-    assert caught.value.__notes__ == ["the run recovered 2 times; run.recoveries allows no more"]
+    assert caught.value.__notes__ == ["recovered 2 times before; run.recoveries allows no more"]
     assert [(entry.step, entry.from_step) for entry in read_recoveries(tmp_path)] == [(6, None)] * 2
 
 
