@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rolemesh.engine.at_step import at_step
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.errors import CallTimeout
 from rolemesh.engine.future import DataProtoFuture, as_completed
@@ -244,12 +245,16 @@ class Run:
         """Submit the operation with its further keyword arguments."""
         extra = self.arguments.get(operation.name)
         keywords = extra(self.result.batch) if extra else {}
-        return getattr(self.workers[operation.role], operation.method)(argument, blocking=False, **keywords)
+        method = getattr(self.workers[operation.role], operation.method)
+        with at_step(self.step):
+            future: DataProtoFuture = method(argument, blocking=False, **keywords)
+        return future
 
     def _start(self, operation: Operation) -> DataProtoFuture:
         if operation.kind == "transfer":
             _, group = self._source(operation)
-            self.sources[operation.name] = group.export_weights(blocking=False)
+            with at_step(self.step):
+                self.sources[operation.name] = group.export_weights(blocking=False)
             return self._call(operation, self.sources[operation.name])
         batch = self.result.batch
         columns = [name for name in batch.columns if name in operation.reads]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rolemesh.engine.loggers import Loggers, RunInfo
 from rolemesh.placement.timeline import TimelineFile
+
+TRAINED_FILE = "trained.jsonl"
 
 
 class RunLog:
@@ -26,6 +29,13 @@ class RunLog:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give one step's metrics to the loggers."""
         self.loggers.metrics(step, metrics)
+
+    def trained(self, step: int, prompts: Sequence[int], n_samples: int) -> None:
+        """Note what a step was trained on: the numbers of its prompts in the data, in order of their first
+        sample. A full disk loses the line.
+        """
+        with contextlib.suppress(OSError), (self.path / TRAINED_FILE).open("a") as file:
+            file.write(json.dumps({"step": step, "prompts": list(prompts), "samples": n_samples}) + "\n")
 
     def save_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write validation samples of one step, a line of JSON each."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.at_step import at_step
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.controller import NoProgress, Progress
@@ -37,6 +38,7 @@ class SupervisedTrainer:
 
     Its workers have `update(batch, sizes)` and `evaluate(batch)`, which report the whole batch on every rank.
     `store` puts a batch into the object store. `stopping` says whether someone asked the run to end early.
+    `run_metrics` are reported with each step.
     """
 
     spec: SupervisedSpec
@@ -49,6 +51,7 @@ class SupervisedTrainer:
     on_step: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
     checkpoints: Checkpoints | None = None
     stopping: Callable[[], bool] = lambda: False
+    run_metrics: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
 
     def fit(self) -> int:
@@ -113,7 +116,8 @@ class SupervisedTrainer:
     def _call(self, method: str, batch: BatchRef, step: int, **keywords: Any) -> dict[str, float]:
         """Run a method of the workers on the batch; its figures. The timeline gets what each rank did."""
         self.progress.start(method)
-        future = getattr(self.group, method)(batch, blocking=False, **keywords)
+        with at_step(step):
+            future = getattr(self.group, method)(batch, blocking=False, **keywords)
         metrics: dict[str, float] = dict(future.get()[0])
         self.progress.end(method)
         pool = self.group.resource_pool.name
@@ -151,5 +155,5 @@ class SupervisedTrainer:
             metrics["timing_s/save_checkpoint"] = seconds
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.log.metrics(step, metrics)
+        self.log.metrics(step, {**self.run_metrics, **metrics})
         self.on_step(step, metrics)

@@ -185,13 +185,18 @@ class Trainer:
                 result = self._checked_run(graph, self.store(self.next_batch(step)), step)
         metrics = result.metrics
         if LOST & set(result.batch.columns):
-            n_kept = len(self._kept_rows(result.batch))
+            kept = self._kept_rows(result.batch)
+            n_kept = len(kept)
             metrics |= {
                 "training/dropped_rows": result.batch.n_rows - n_kept,
                 "training/skipped_steps": float(n_kept == 0),
             }
         else:
             n_kept = result.batch.n_rows
+            kept = list(range(n_kept))
+        if "index" in result.batch.columns:
+            prompts = self.fetch(result.batch.select(["index"])).non_tensor_batch["index"][kept]
+            self.log.trained(step, list(dict.fromkeys(prompts.tolist())), n_kept)
         if "actor/reward_kl_penalty" in metrics:
             self.kl = self.kl.update(current_kl=metrics["actor/reward_kl_penalty"], n_steps=n_kept)
         seconds = time.perf_counter() - start

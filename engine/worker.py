@@ -20,6 +20,7 @@ class WorkerContext:
     """Where a worker stands. `fetch` brings the batch of a handle into this process, read-only.
 
     `notes` are shown with the running call's span; `shared` is what the roles of this process have in common.
+    `logs` is the run's folder of logs, if it has one.
     """
 
     role: str
@@ -34,6 +35,7 @@ class WorkerContext:
     fetch: Callable[[BatchRef], DataProto]
     notes: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
+    logs: str | None = None
 
 
 class Worker:

@@ -33,6 +33,13 @@ def useless_checkpoint_keys(run: Run) -> Iterator[tuple[str, str]]:
         yield "run.best_metric", "run.keep_best is 0"
 
 
+def useless_recovery_keys(run: Run) -> Iterator[tuple[str, str]]:
+    """Keys of recoveries that count for nothing in a run that makes none, with the reason."""
+    if run.recoveries == 0:
+        for name in ("elastic", "node_wait_s"):
+            yield f"run.{name}", "run.recoveries is 0, so a lost worker ends the run"
+
+
 def check_checkpoints(run: Run, val_files: Sequence[str]) -> None:
     """Raise RecipeError where no checkpoint would have a score to be the best by."""
     if run.keep_best == 0:

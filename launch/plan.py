@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rolemesh.launch.engine_check import engine_problems
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.request import graph_of, longest_tokens, pins_of, request_of
-from rolemesh.launch.schema import Pool, Recipe
+from rolemesh.launch.roles import LayoutPins
+from rolemesh.launch.schema import Placement, Pool, Recipe
 from rolemesh.placement.cluster import ClusterError, ClusterSpec, DeviceKind
 from rolemesh.placement.layout import Layout, LayoutError
 from rolemesh.placement.lengths import LengthsError
@@ -59,6 +61,34 @@ def plan_on(
         shapes=shapes,
         runnable=runnable,
         engines=recipe.engine_roles,
+    )
+
+
+def plan_on_what_is_left(
+    recipe: Recipe, cluster: ClusterSpec, shapes: Mapping[str, ModelShape]
+) -> PlacementPlan:
+    """A plan for a cluster that has lost devices: the recipe's own placement where that fits, else what
+    strategy auto finds with the recipe's layouts, else with any.
+
+    Raises PlacementError with what each of them lacks.
+    """
+    auto = replace(recipe, placement=Placement(strategy="auto", pin=recipe.placement.pin))
+    unpinned = {role: replace(getattr(recipe, role), layout=LayoutPins()) for role in recipe.roles}
+    free = replace(recipe, placement=Placement(strategy="auto"), **unpinned)
+    reasons = []
+    for what, tried in (("as the recipe says", recipe), ("auto", auto), ("auto, any layout", free)):
+        try:
+            plan = plan_on(tried, cluster, shapes)
+        except (RecipeError, *PLANNING_ERRORS) as error:
+            reasons.append(f"{what}: {error}")
+            continue
+        problems = [*not_runnable(plan), *engine_problems(recipe, plan, shapes["actor"])]
+        if not problems:
+            return plan
+        reasons.append(f"{what}: {'; '.join(problems)}")
+    raise PlacementError(
+        f"nothing fits the {cluster.n_devices} devices that are left:\n" + "\n".join(reasons),
+        present=cluster.n_devices,
     )
 
 

@@ -71,6 +71,12 @@ class Progress:
         with self._lock:
             self._phases.pop(phase, None)
 
+    def clear(self) -> None:
+        """Nothing of what has begun goes on."""
+        with self._lock:
+            self._phases.clear()
+            self._operations = None
+
     def begin_steps(self, done: int = 0) -> None:
         """The first training step begins now; what came before (loading, validation) isn't in the ETA.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.recovery import read_recoveries
 from rolemesh.placement.graph import GraphError, StepGraph
 from rolemesh.placement.hardware import hardware
 from rolemesh.placement.layout import LayoutError
@@ -104,6 +105,7 @@ class RunReport:
     predicted: tuple[Span, ...] = ()
     notes: tuple[str, ...] = ()
     device_of_pool: Mapping[str, str] = field(default_factory=dict)
+    recoveries: tuple[str, ...] = ()
 
     @property
     def step_error(self) -> float | None:
@@ -139,7 +141,9 @@ class RunReport:
         lines += ["", *_aligned([POOL_HEADER, *(pool_row(pool) for pool in self.pools)], left=2)]
         if self.memory:
             lines += ["", *_aligned([MEMORY_HEADER, *(memory_row(entry) for entry in self.memory)], left=1)]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        said = [f"recovery: {recovery}" for recovery in self.recoveries]
+        said += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines + [""] * bool(self.recoveries) + said)
 
 
 POOL_HEADER = ("pool", "roles", "ranks", "busy", "predicted", "idle", "predicted")
@@ -210,6 +214,7 @@ def read_report(folder: str | Path) -> RunReport:
         predicted=tuple(simulated.timeline.spans) if simulated else (),
         notes=tuple(notes),
         device_of_pool=_devices(plan),
+        recoveries=tuple(map(str, read_recoveries(folder))),
     )
 
 

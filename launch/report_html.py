@@ -22,6 +22,8 @@ def report_page(report: RunReport) -> str:
         parts.append(_memory(report))
     if report.plan:
         parts.append(_placement(report.plan))
+    if report.recoveries:
+        parts.append(html.section("Recoveries", *(html.paragraph(line) for line in report.recoveries)))
     if report.notes:
         parts.append(html.section("Notes", *(html.paragraph(note) for note in report.notes)))
     return html.page(f"Run {name}", *parts, subtitle=f"{plan}{report.steps} steps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from rolemesh.launch.algorithm_rules import check_algorithm, useless_algorithm_keys
-from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys
+from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys, useless_recovery_keys
 from rolemesh.launch.fields import RecipeError, members
 from rolemesh.launch.loggers import useless_logger_keys
 from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
@@ -115,6 +115,7 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
     for path, reason in (
         *useless_algorithm_keys(recipe),
         *useless_checkpoint_keys(recipe.run),
+        *useless_recovery_keys(recipe.run),
         *useless_logger_keys(recipe.run),
     ):
         mark(reason, path)

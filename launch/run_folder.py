@@ -12,6 +12,7 @@ from typing import Any
 
 from rolemesh.engine.checkpoint.manifest import Manifest
 from rolemesh.engine.checkpoint.store import FOLDER
+from rolemesh.engine.run_log import TRAINED_FILE
 from rolemesh.launch.config import to_yaml
 from rolemesh.launch.loggers import without_recipe_secrets
 from rolemesh.launch.report import MEMORY_FILE
@@ -32,7 +33,8 @@ def make_run_folder(folder: Path, recipe: str, resume: Path | None = None) -> Pa
     """
     moved = None
     if resume is not None and resume.parent == folder / FOLDER:
-        _drop_after(folder, Manifest.read(resume).step)
+        drop_rows_after(folder, Manifest.read(resume).step)
+        _new_timeline(folder)
     elif (folder / "recipe.yaml").exists():
         moved = next(p for i in itertools.count(1) if not (p := Path(f"{folder}.{i}")).exists())
         folder.rename(moved)
@@ -45,18 +47,23 @@ def make_run_folder(folder: Path, recipe: str, resume: Path | None = None) -> Pa
     return moved
 
 
-def _drop_after(folder: Path, step: int) -> None:
-    metrics, timeline = folder / "metrics.jsonl", folder / "timeline.json"
-    if metrics.exists():
-        rows = metrics.read_text().splitlines()
-        metrics.write_text("".join(f"{row}\n" for row in rows if _step_of(row) <= step))
+def drop_rows_after(folder: Path, step: int) -> None:
+    """Take out of a run's files by step what it noted after `step`: it goes on from there."""
+    for name in ("metrics.jsonl", TRAINED_FILE):
+        if (file := folder / name).exists():
+            rows = file.read_text().splitlines()
+            file.write_text("".join(f"{row}\n" for row in rows if _step_of(row) <= step))
+
+
+def _new_timeline(folder: Path) -> None:
+    timeline = folder / "timeline.json"
     if timeline.exists():
         numbered = (folder / f"timeline.{i}.json" for i in itertools.count(1))
         timeline.rename(next(path for path in numbered if not path.exists()))
 
 
 def _step_of(row: str) -> float:
-    """The step of a line of metrics; infinite for one that a crash cut off."""
+    """The step of a line; infinite for one that a crash cut off."""
     try:
         return float(json.loads(row)["step"])
     except ValueError:

@@ -107,6 +107,21 @@ class Run(Section):
         verl="ray_kwargs.ray_init.address",
     )
     timeout_s: float = key(1800.0, "Longest time one operation may take.", unit="s", above=0)
+    recoveries: int = key(
+        3,
+        "So many losses of workers or nodes the run survives, going on from its newest checkpoint.",
+        unit="losses",
+        at_least=0,
+    )
+    elastic: bool = key(
+        False, "Where lost devices do not come back, plan again on those that are left, and go on."
+    )
+    node_wait_s: float = key(
+        300.0, "How long a run that lost devices waits for them to come back.", unit="s", above=0
+    )
+    silent_s: float = key(
+        300.0, "A worker that answers nothing for so long is taken for dead.", unit="s", above=0
+    )
     temp_dir: str | None = key(
         None,
         "Folder for Ray's session files.",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -16,8 +18,11 @@ from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.data.supervised import Encoder, PairDataset, SftDataset, SupervisedDataset
 from rolemesh.engine.loggers import Loggers
 from rolemesh.engine.ray.blocks import put_batch
+from rolemesh.engine.ray.cluster import read_cluster
 from rolemesh.engine.ray.pools import ResourcePool, create_pools
+from rolemesh.engine.ray.recovery import lost_workers
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from rolemesh.engine.recovery import Recoveries
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.supervised import SupervisedSpec, SupervisedTrainer
 from rolemesh.engine.workers.megatron import RoleSpec
@@ -26,8 +31,10 @@ from rolemesh.engine.workers.sft import SftWorker
 from rolemesh.launch.assemble import end_tokens, optim_config
 from rolemesh.launch.loggers import run_info
 from rolemesh.launch.progress import Progress
+from rolemesh.launch.recovery import Start, guarded, recoveries_of, until_done, workers
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
+from rolemesh.launch.supervised_check import plan_colocated
 from rolemesh.launch.supervised_config import supervised_yaml
 from rolemesh.launch.supervised_schema import PairData, SftData, SupervisedRecipe
 from rolemesh.launch.train import count_step, run_cluster
@@ -43,11 +50,10 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
     raises, after every process of the run is ended.
     """
     train, val = load_examples(recipe)
-    loader = PromptLoader(train, recipe.batch.size, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
-    steps = recipe.run.steps if recipe.run.steps is not None else recipe.run.epochs * len(loader)
+    steps = recipe.run.steps
+    steps = recipe.run.epochs * len(_loader(recipe, train)) if steps is None else steps
     done = 0 if resume is None else Manifest.read(resume).step
     with run_cluster(recipe.run, checked) as cluster:
-        plan = checked.on(cluster)
         info = functools.partial(run_info, recipe.run, supervised_yaml(recipe), steps, done, SHOWN)
         with (
             Progress(steps) as progress,
@@ -55,33 +61,80 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
             log = RunLog(recipe.run.dir, loggers)
-            (log.path / "plan.yaml").write_text(plan.to_yaml())
             progress.write(f"train: {train.describe()}")
-            with _worker_group(recipe, plan, steps, progress) as group:
-                trainer = SupervisedTrainer(
-                    spec=SupervisedSpec(
-                        role=recipe.role,
-                        steps=steps,
-                        validate_every=recipe.run.validate_every,
-                        save_every=recipe.run.save_every,
-                        best_metric=recipe.run.best_metric if recipe.run.keep_best else None,
-                    ),
-                    group=group,
-                    loader=loader,
-                    val=None if val is None else val.collate(range(_val_rows(recipe, val))),
-                    store=lambda batch: put_batch(batch, {group.layout.dp}),
-                    log=log,
-                    progress=progress,
-                    on_step=lambda step, _: count_step(progress, step),
-                    checkpoints=_checkpoints(recipe, plan, group, progress),
-                    stopping=stopping,
-                )
-                if resume is not None:
-                    _take_up(trainer, resume, progress)
-                done = trainer.fit()
-                write_memory(log.path, [group])
-                progress.write(_ending(recipe, trainer, done, steps))
+            recoveries = recoveries_of(recipe.run, progress)
+            training = _Training(recipe, steps, train, val, log, progress, stopping, recoveries)
+            training.place(checked.on(cluster))
+            done = until_done(recipe.run, recoveries, progress, resume, training.attempt)
+            progress.write(_ending(recipe, log, done, steps))
     return 0 if done == steps else EXIT_TERMINATED
+
+
+@dataclass
+class _Training:
+    """What all attempts of one run have in common."""
+
+    recipe: SupervisedRecipe
+    steps: int
+    train: SupervisedDataset
+    val: SupervisedDataset | None
+    log: RunLog
+    progress: Progress
+    stopping: Callable[[], bool]
+    recoveries: Recoveries
+    plan: PlacementPlan = field(init=False)
+
+    def place(self, plan: PlacementPlan) -> None:
+        """Run on this pool from now on."""
+        self.plan = plan
+        (self.log.path / "plan.yaml").write_text(plan.to_yaml())
+
+    def attempt(self, resume: Path | None) -> int:
+        """Train with new workers, from a checkpoint if one is given; the steps done. Raises WorkersLost."""
+        with workers(self._start(), self.recoveries, self._replanned) as group:
+            trainer = self._trainer(group)
+            with guarded(trainer, {self.recipe.role: group}, lost_workers):
+                if resume is not None:
+                    _take_up(trainer, resume, self.progress)
+                self.recoveries.restored(trainer.done)
+                trainer.run_metrics = self.recoveries.metrics()
+                done = trainer.fit()
+                write_memory(self.log.path, [group])
+                return done
+
+    def _start(self) -> Start:
+        return functools.partial(_worker_group, self.recipe, self.plan, self.steps, self.progress)
+
+    def _replanned(self) -> Start:
+        """The workers of a plan for what is there now."""
+        self.place(plan_colocated(self.recipe, read_cluster(self.plan.pools[0].device_kind)))
+        self.recoveries.placed("; ".join(line.strip() for line in self.plan.summary()))
+        return self._start()
+
+    def _trainer(self, group: RayWorkerGroup) -> SupervisedTrainer:
+        recipe, val = self.recipe, self.val
+        return SupervisedTrainer(
+            spec=SupervisedSpec(
+                role=recipe.role,
+                steps=self.steps,
+                validate_every=recipe.run.validate_every,
+                save_every=recipe.run.save_every,
+                best_metric=recipe.run.best_metric if recipe.run.keep_best else None,
+            ),
+            group=group,
+            loader=_loader(recipe, self.train),
+            val=None if val is None else val.collate(range(_val_rows(recipe, val))),
+            store=lambda batch: put_batch(batch, {group.layout.dp}),
+            log=self.log,
+            progress=self.progress,
+            on_step=lambda step, _: count_step(self.progress, step),
+            checkpoints=_checkpoints(recipe, self.plan, group, self.progress),
+            stopping=self.stopping,
+        )
+
+
+def _loader(recipe: SupervisedRecipe, train: SupervisedDataset) -> PromptLoader:
+    return PromptLoader(train, recipe.batch.size, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
 
 
 def load_examples(recipe: SupervisedRecipe) -> tuple[SupervisedDataset, SupervisedDataset | None]:
@@ -122,9 +175,13 @@ def role_spec(recipe: SupervisedRecipe, steps: int) -> RoleSpec:
 
 @contextlib.contextmanager
 def _worker_group(
-    recipe: SupervisedRecipe, plan: PlacementPlan, steps: int, progress: Progress
+    recipe: SupervisedRecipe,
+    plan: PlacementPlan,
+    steps: int,
+    progress: Progress,
+    wait_s: float | None = None,
 ) -> Iterator[RayWorkerGroup]:
-    """The model's worker group, loaded; its processes are ended with the block."""
+    """The model's worker group, loaded; its processes are ended with the block. `wait_s` as for `train`."""
     (spec,) = plan.pools
     limit_s = recipe.run.timeout_s
     pool = ResourcePool(
@@ -134,11 +191,14 @@ def _worker_group(
         where=spec.where,
         collective_timeout_s=limit_s,
         fetch_timeout_s=limit_s,
+        silent_s=recipe.run.silent_s,
+        logs=str(Path(recipe.run.dir).absolute() / "logs"),
     )
     worker = SftWorker if recipe.head == "lm" else PairsWorker
     try:
         progress.start("start workers")
-        create_pools([pool], report=progress.write)
+        patience: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "patient": True}
+        create_pools([pool], report=progress.write, **patience)
         group = RayWorkerGroup(
             pool,
             RayClassWithInitArgs(worker, role_spec(recipe, steps)),
@@ -181,7 +241,7 @@ def _take_up(trainer: SupervisedTrainer, path: Path, progress: Progress) -> None
             progress.write(f"a checkpoint after step {trainer.done} was set aside as {aside}")
 
 
-def _ending(recipe: SupervisedRecipe, trainer: SupervisedTrainer, done: int, steps: int) -> str:
+def _ending(recipe: SupervisedRecipe, log: RunLog, done: int, steps: int) -> str:
     if done == steps:
-        return f"{recipe.role} exported to {trainer.export_dir} (a Hugging Face folder)"
+        return f"{recipe.role} exported to {log.export_dir(steps, recipe.role)} (a Hugging Face folder)"
     return f"stopped after step {done} of {steps}; go on with: rolemesh {recipe.command} RECIPE --resume auto"

@@ -123,5 +123,13 @@ def _plan(recipe: SupervisedRecipe, checkpoint: Checkpoint, report: CheckReport)
         cluster = ClusterSpec.uniform(
             1, per_node, device_kind=kind, device_type=recipe.cluster.device or ""
         )  # fmt: skip
-    shapes = {recipe.role: checkpoint.shape}
-    return make_plan("colocate", (recipe.role,), cluster, layouts={recipe.role: pins}, shapes=shapes)
+    return plan_colocated(recipe, cluster, checkpoint)
+
+
+def plan_colocated(
+    recipe: SupervisedRecipe, cluster: ClusterSpec, checkpoint: Checkpoint | None = None
+) -> PlacementPlan:
+    """The one model on all devices of the cluster. Raises one of PLANNING_ERRORS."""
+    shapes = {recipe.role: (checkpoint or read_checkpoint(recipe.model.path)).shape}
+    layouts = {recipe.role: recipe.layout.pins}
+    return make_plan("colocate", (recipe.role,), cluster, layouts=layouts, shapes=shapes)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys
+from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys, useless_recovery_keys
 from rolemesh.launch.config import build, covers, read_tree, written_out
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.loggers import useless_logger_keys
@@ -47,7 +47,8 @@ def parse_supervised(
 
 def useless_keys(recipe: SupervisedRecipe) -> dict[str, str]:
     """Dotted keys that count for nothing in this recipe, with the reason."""
-    idle = dict([*useless_checkpoint_keys(recipe.run), *useless_logger_keys(recipe.run)])
+    run = recipe.run
+    idle = dict([*useless_checkpoint_keys(run), *useless_recovery_keys(run), *useless_logger_keys(run)])
     if recipe.run.steps is not None:
         idle["run.epochs"] = f"run.steps fixes the length at {recipe.run.steps} steps"
     if recipe.run.address is not None:

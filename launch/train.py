@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from rolemesh.engine.future import as_completed
 from rolemesh.engine.loggers import Loggers
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch, put_batch
-from rolemesh.engine.ray.cluster import joined_cluster, local_cluster
+from rolemesh.engine.ray.cluster import joined_cluster, local_cluster, read_cluster
 from rolemesh.engine.ray.pools import ResourcePool, create_pools
 from rolemesh.engine.ray.process_pool import ProcessPool
+from rolemesh.engine.ray.recovery import lost_workers
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from rolemesh.engine.recovery import Recoveries
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.trainer import Trainer
 from rolemesh.engine.workers.actor import ActorWorker
@@ -43,27 +45,38 @@ from rolemesh.launch import assemble
 from rolemesh.launch.checkpoints import read_shapes
 from rolemesh.launch.config import to_yaml
 from rolemesh.launch.loggers import run_info
-from rolemesh.launch.plan import PLANNING_ERRORS, as_planned
+from rolemesh.launch.plan import PLANNING_ERRORS, as_planned, plan_on_what_is_left
 from rolemesh.launch.pricing import priced
 from rolemesh.launch.progress import Progress
+from rolemesh.launch.recovery import Lost, Start, guarded, recoveries_of, until_done, workers
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.schema import Recipe, Run
 from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
-from rolemesh.placement.cluster import ClusterSpec
+from rolemesh.placement.cluster import ClusterSpec, DeviceKind
 from rolemesh.placement.plan import PlacementPlan
 
 SHOWN = ("critic/score/mean", "val/reward/mean", "actor/pg_loss", "critic/vf_loss", "response_length/mean")
 
 
+def _never(error: BaseException, groups: Mapping[str, Any]) -> None:
+    """Workers that cannot be started again are not lost: the run is."""
+
+
 @dataclass(frozen=True)
 class Runtime:
-    """What carries a run out: where its devices and worker groups come from, and where batches are kept."""
+    """What carries a run out: where its devices and worker groups come from, and where batches are kept.
+
+    `lost` says which death of workers an error comes from, if any, and `live` what is there of the cluster
+    then.
+    """
 
     cluster: Callable[[Run, PlacementPlan], AbstractContextManager[ClusterSpec]]
-    groups: Callable[[Recipe, PlacementPlan, int, Progress], AbstractContextManager[dict[str, Any]]]
+    groups: Callable[..., AbstractContextManager[dict[str, Any]]]
     put: Callable[[DataProto, set[int]], BatchRef]
     fetch: Callable[[BatchRef], DataProto]
+    lost: Lost = _never
+    live: Callable[[DeviceKind], ClusterSpec] = read_cluster
 
 
 def run_training(
@@ -73,60 +86,117 @@ def run_training(
     the live cluster, or on a local one with as many devices; from the verified checkpoint `resume`, if any.
 
     The run folder exists. Returns the exit code: 0, or EXIT_TERMINATED after a SIGTERM; whatever fails
-    raises, after every process of the run is ended. Ray is the `runtime` unless another one is given.
+    raises, after every process of the run is ended. Workers that are lost are started again, as often as the
+    recipe says. Ray is the `runtime` unless another one is given.
     """
-    runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch)
+    runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch, lost_workers)
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     train, val = load_prompts(recipe, tokenizer)
-    loader = PromptLoader(
-        train,
-        recipe.batch.prompts,
-        seed=recipe.run.seed,
-        shuffle=recipe.data.shuffle,
-        sources=weighted(train.sources(), recipe.data.weights),
-    )
-    steps = recipe.run.steps if recipe.run.steps is not None else recipe.run.epochs * len(loader)
+    steps = recipe.run.steps
+    steps = recipe.run.epochs * len(_loader(recipe, train)) if steps is None else steps
     done = 0 if resume is None else Manifest.read(resume).step
     with runtime.cluster(recipe.run, checked) as cluster:
-        plan = checked.on(cluster)
         info = functools.partial(run_info, recipe.run, to_yaml(recipe), steps, done, SHOWN)
-        recipe = as_planned(recipe, plan)
-        plan, unknown = _predicted(recipe, cluster, plan)
         with (
             Progress(steps) as progress,
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
             log = RunLog(recipe.run.dir, loggers)
-            (log.path / "plan.yaml").write_text(plan.to_yaml())
             progress.write(f"train: {train.describe()}")
-            if unknown:
-                progress.write(f"the plan has no prediction to compare this run with: {unknown}")
-            with runtime.groups(recipe, plan, steps, progress) as groups:
-                trainer = Trainer(
-                    spec=assemble.trainer_spec(recipe, steps, plan.order),
-                    graph=graph_of(recipe),
-                    groups=groups,
-                    prompts=itertools.chain.from_iterable(itertools.repeat(loader)),
-                    val_prompts=None if val is None else _first(val, recipe.data.val_prompts),
-                    tokenizer=tokenizer,
-                    kl=assemble.kl_controller(recipe),
-                    store=lambda batch: runtime.put(batch, {group.layout.dp for group in groups.values()}),
-                    fetch=runtime.fetch,
-                    log=log,
-                    progress=progress,
-                    on_step=lambda step, _: count_step(progress, step),
-                    loader=loader,
-                    checkpoints=_checkpoints(recipe, plan, groups, progress),
-                    stopping=stopping,
-                    data_metrics=train.metrics("train") | (val.metrics("val") if val else {}),
-                )
-                if resume is not None:
-                    _take_up(trainer, resume, progress)
-                done = trainer.fit()
-                write_memory(log.path, groups.values())
-                progress.write(_ending(recipe, log, done, steps))
+            recoveries = recoveries_of(recipe.run, progress)
+            training = _Training(
+                recipe, steps, tokenizer, train, val, runtime, log, progress, stopping, recoveries
+            )
+            training.place(checked.on(cluster), cluster)
+            done = until_done(recipe.run, recoveries, progress, resume, training.attempt)
+            progress.write(_ending(recipe, log, done, steps))
     return 0 if done == steps else EXIT_TERMINATED
+
+
+@dataclass
+class _Training:
+    """What all attempts of one run have in common; `planned` is the recipe with the settings of `plan`."""
+
+    recipe: Recipe
+    steps: int
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    val: PromptDataset | None
+    runtime: Runtime
+    log: RunLog
+    progress: Progress
+    stopping: Callable[[], bool]
+    recoveries: Recoveries
+    plan: PlacementPlan = field(init=False)
+    planned: Recipe = field(init=False)
+
+    def place(self, plan: PlacementPlan, cluster: ClusterSpec) -> None:
+        """Run on these pools from now on."""
+        self.planned = as_planned(self.recipe, plan)
+        self.plan, unknown = _predicted(self.planned, cluster, plan)
+        (self.log.path / "plan.yaml").write_text(self.plan.to_yaml())
+        if unknown:
+            self.progress.write(f"the plan has no prediction to compare this run with: {unknown}")
+
+    def attempt(self, resume: Path | None) -> int:
+        """Train with new workers, from a checkpoint if one is given; the steps done.
+
+        Raises WorkersLost.
+        """
+        with workers(self._start(), self.recoveries, self._replanned) as groups:
+            trainer = self._trainer(groups)
+            with guarded(trainer, groups, self.runtime.lost):
+                if resume is not None:
+                    _take_up(trainer, resume, self.progress)
+                self.recoveries.restored(trainer.done)
+                trainer.data_metrics = {**trainer.data_metrics, **self.recoveries.metrics()}
+                done = trainer.fit()
+                write_memory(self.log.path, groups.values())
+                return done
+
+    def _start(self) -> Start:
+        return functools.partial(self.runtime.groups, self.planned, self.plan, self.steps, self.progress)
+
+    def _replanned(self) -> Start:
+        """The workers of a plan for what is there now."""
+        cluster = self.runtime.live(self.plan.pools[0].device_kind)
+        plan = plan_on_what_is_left(self.recipe, cluster, read_shapes(self.recipe)[0])
+        self.place(plan, cluster)
+        self.recoveries.placed("; ".join(line.strip() for line in plan.summary()))
+        return self._start()
+
+    def _trainer(self, groups: Mapping[str, Any]) -> Trainer:
+        recipe, val, runtime = self.planned, self.val, self.runtime
+        loader = _loader(recipe, self.train)
+        return Trainer(
+            spec=assemble.trainer_spec(recipe, self.steps, self.plan.order),
+            graph=graph_of(recipe),
+            groups=groups,
+            prompts=itertools.chain.from_iterable(itertools.repeat(loader)),
+            val_prompts=None if val is None else _first(val, recipe.data.val_prompts),
+            tokenizer=self.tokenizer,
+            kl=assemble.kl_controller(recipe),
+            store=lambda batch: runtime.put(batch, {group.layout.dp for group in groups.values()}),
+            fetch=runtime.fetch,
+            log=self.log,
+            progress=self.progress,
+            on_step=lambda step, _: count_step(self.progress, step),
+            loader=loader,
+            checkpoints=_checkpoints(recipe, self.plan, groups, self.progress),
+            stopping=self.stopping,
+            data_metrics=self.train.metrics("train") | (val.metrics("val") if val else {}),
+        )
+
+
+def _loader(recipe: Recipe, train: PromptDataset) -> PromptLoader:
+    return PromptLoader(
+        train,
+        recipe.batch.prompts,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        sources=weighted(train.sources(), recipe.data.weights),
+    )
 
 
 def _checkpoints(
@@ -225,25 +295,34 @@ def run_cluster(run: Run, checked: PlacementPlan) -> Iterator[ClusterSpec]:
 
 @contextlib.contextmanager
 def _worker_groups(
-    recipe: Recipe, plan: PlacementPlan, steps: int, progress: Progress
+    recipe: Recipe, plan: PlacementPlan, steps: int, progress: Progress, wait_s: float | None = None
 ) -> Iterator[dict[str, RayWorkerGroup]]:
-    """Every role's worker group with its model loaded; their processes are ended with the block."""
+    """Every role's worker group with its model loaded; their processes are ended with the block.
+
+    `wait_s`: as long as devices are missing that were there before.
+    """
+    common: dict[str, Any] = {
+        "collective_timeout_s": recipe.run.timeout_s,
+        "fetch_timeout_s": recipe.run.timeout_s,
+        "silent_s": recipe.run.silent_s,
+        "logs": str(Path(recipe.run.dir).absolute() / "logs"),
+    }
     pools = {
         pool.name: ResourcePool(
             pool.process_on_nodes,
             name_prefix=pool.name,
             device=pool.device_kind,
             where=pool.where,
-            collective_timeout_s=recipe.run.timeout_s,
-            fetch_timeout_s=recipe.run.timeout_s,
+            **common,
         )
         for pool in plan.pools
     }
     unplaced = [role for role in graph_of(recipe).roles() if role not in plan.roles]
-    beside = {role: ProcessPool(f"{role}_process", fetch_timeout_s=recipe.run.timeout_s) for role in unplaced}
+    beside = {role: ProcessPool(f"{role}_process", **common) for role in unplaced}
     try:
         progress.start("start workers")
-        create_pools(list(pools.values()), report=progress.write)
+        patience: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "patient": True}
+        create_pools(list(pools.values()), report=progress.write, **patience)
         starting = ThreadPoolExecutor(len(pools))  # not joined: the shutdown below ends a start that hangs
         list(starting.map(ResourcePool.hosts, pools.values()))
         for process in beside.values():

@@ -39,6 +39,7 @@ def test_the_commands_run(tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "values").config.num_labels == 1
 
 
-def test_the_keys_are_the_recipes():
-    (text,) = blocks(DOCUMENT, "yaml run")
+@pytest.mark.parametrize("document", [DOCUMENT, "docs/failures.md"])
+def test_the_keys_are_the_recipes(document):
+    (text,) = blocks(document, "yaml run")
     assert set(yaml.safe_load(text)["run"]) <= set(members(Run))

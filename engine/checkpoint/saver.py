@@ -135,6 +135,22 @@ class Checkpoints:
                 )
         return self.poll()
 
+    def abandon(self) -> None:
+        """Let a save that is under way end as it may, its workers being gone; what it leaves is removed, or
+        is whole. Raises CheckpointError where it still writes after `timeout_s`.
+        """
+        save, self._save = self._save, None
+        if save is None:
+            return
+        if save.thread is not None:
+            save.thread.join(self.timeout_s)
+            if save.thread.is_alive():
+                raise CheckpointError(
+                    f"the save of step {save.step} does not end within {self.timeout_s:g} s"
+                )
+        if save.path is None:
+            self.store.discard(save.partial)
+
     def end_step(
         self,
         step: int,

@@ -7,8 +7,10 @@ ends with the worker, whatever ends that.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +25,7 @@ from rolemesh.engine.rollout.requests import Request, Sample
 from rolemesh.engine.rollout.sampling import RolloutError
 from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine, VLLMSpec
 from rolemesh.engine.rollout.vllm_chat import ChatRefused
+from rolemesh.engine.worker_log import WorkerLog
 
 START_S = 900.0  # on a GPU vLLM compiles and captures graphs
 
@@ -31,8 +34,14 @@ class EngineDied(RuntimeError):
     """The engine's process is gone, or vLLM failed in it; another one may do what this one was asked."""
 
 
-def use_devices(devices: Sequence[str], threads: int) -> None:
-    """Let this process, that of an engine, see these devices: Ray shows none to an actor with no share."""
+def settle(devices: Sequence[str], threads: int, log: str | None) -> None:
+    """Let this process, that of an engine, write to `log` and see these devices: Ray shows none to an actor
+    that takes no share.
+    """
+    if log is not None:
+        with contextlib.suppress(OSError):
+            WorkerLog(Path(log), Path(log).stem.replace("_", " "))
+    faulthandler.enable()
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -42,8 +51,8 @@ def use_devices(devices: Sequence[str], threads: int) -> None:
 class EngineHost:
     """Body of the actor; one thread runs the engine, another may abort meanwhile."""
 
-    def __init__(self, spec: EngineSpec, devices: Sequence[str], threads: int) -> None:
-        use_devices(devices, threads)
+    def __init__(self, spec: EngineSpec, devices: Sequence[str], threads: int, log: str | None) -> None:
+        settle(devices, threads, log)
         self._spec = spec
         self._engine: VLLMEngine | None = None
 
@@ -81,19 +90,27 @@ class EngineProcess:
         bundle: of the worker's placement group.
         devices: those of all ranks that the engine is cut over; empty on a CPU.
         timeout_s: limit of each call but a generation, which has that of the operation it is part of.
+        log: the file for what it prints; None: where Ray puts it.
     """
 
     def __init__(
-        self, name: str, spec: VLLMSpec, bundle: int, devices: Sequence[str], threads: int, timeout_s: float
+        self,
+        name: str,
+        spec: VLLMSpec,
+        bundle: int,
+        devices: Sequence[str],
+        threads: int,
+        timeout_s: float,
+        log: str | None = None,
     ) -> None:
-        self.name, self._timeout_s = name, timeout_s
+        self.name, self._timeout_s, self._log = name, timeout_s, log
         actor = self._actor_class()
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
         if (group := ray.util.get_current_placement_group()) is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
             )
-        self._actor = actor.options(**options).remote(spec, tuple(devices), threads)
+        self._actor = actor.options(**options).remote(spec, tuple(devices), threads, log)
         self.pid: int | None = None
 
     @staticmethod
@@ -148,7 +165,8 @@ class EngineProcess:
         try:
             yield
         except RayActorError as error:
-            raise EngineDied(f"{self.name} died: {' '.join(str(error).split())}") from error
+            log = f"; its log is {self._log}" if self._log else ""
+            raise EngineDied(f"{self.name} died: {' '.join(str(error).split())}{log}") from error
         except RayError as error:
             if isinstance(cause := getattr(error, "cause", None), RolloutError | ChatRefused):
                 raise cause from None

@@ -6,6 +6,7 @@ operation returns goes out as a stream of stored blocks that ends with a small `
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -33,6 +34,7 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_array, fetch_batch
 from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES
 from rolemesh.engine.worker import Worker, WorkerContext
+from rolemesh.engine.worker_log import WorkerLog
 from rolemesh.kernels.forms import record_kernels
 from rolemesh.placement.layout import Layout
 
@@ -49,7 +51,8 @@ class HostPlace:
     """Where a process stands in its pool, and the limits it works under.
 
     `kernels` is the `ROLEMESH_KERNELS` of the process that makes the place, the driver: its choice holds on
-    every node, whatever environment the node's Ray was started in.
+    every node, whatever environment the node's Ray was started in. Its log goes into the folder `logs`; None:
+    where Ray puts it.
     """
 
     pool: str
@@ -61,6 +64,7 @@ class HostPlace:
     threads: int
     collective_timeout_s: float
     fetch_timeout_s: float
+    logs: str | None = None
     kernels: str = field(default_factory=_kernels_choice)
 
 
@@ -94,6 +98,7 @@ class Request:
     cuts: OutputCuts | None = None
     create: WorkerSpec | None = None
     parts: bool = False
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,21 @@ class Reply:
 
 @dataclass(frozen=True)
 class HostState:
-    """What a process is doing: the operation, or None, and for how long."""
+    """What a process is doing: the operation, or None, and for how long; what memory it and its node have."""
 
     operation: str | None
     seconds: float
+    step: int | None = None
+    resident_bytes: int = 0
+    available_bytes: int = 0  # of its node
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" of step {self.step}"
+        doing = f"{self.operation}{step} for {self.seconds:.0f} s" if self.operation else "no operation"
+        return (
+            f"{doing}, {self.resident_bytes / 2**30:.2f} GiB resident, "
+            f"{self.available_bytes / 2**30:.1f} GiB of its node's memory available"
+        )
 
 
 @dataclass(frozen=True)
@@ -145,15 +161,19 @@ class Host:
         self._place = place
         self._roles: dict[str, Worker] = {}
         self._store: dist.Store | None = None
-        self._operation: tuple[str, float] | None = None
+        self._operation: tuple[str, float, int | None] | None = None
         self._compute_thread = 0
         self._nbytes_fetched = 0
         self._notes: dict[str, Any] = {}
         self._shared: dict[str, Any] = {}
+        self._log: WorkerLog | None = None
         _isolate(place)
+        if place.logs is not None:
+            self._log = _own_log(place, Path(place.logs))
 
     def info(self) -> HostInfo:
-        return HostInfo(pid=os.getpid(), log_path=os.readlink("/proc/self/fd/2"))
+        path = os.readlink("/proc/self/fd/2") if self._log is None else str(self._log.path)
+        return HostInfo(pid=os.getpid(), log_path=path)
 
     def open_store(self) -> tuple[str, int]:
         """Rank 0: bind the pool's rendezvous store to a free port and keep it; its address."""
@@ -182,7 +202,9 @@ class Host:
     def run(self, request: Request) -> Generator[Any, Any, None]:
         """Carry out one operation: blocks, then a `Reply`. What it raises is in the reply, never raised."""
         start_s = time.time()
-        self._operation = (f"{request.role}.{request.method}", time.monotonic())
+        self._operation = (f"{request.role}.{request.method}", time.monotonic(), request.step)
+        if self._log is not None:
+            self._log.begin(f"{request.role} rank {self._place.rank}", request.step, request.method)
         self._compute_thread = threading.get_ident()
         self._nbytes_fetched = 0
         self._notes.clear()
@@ -206,10 +228,9 @@ class Host:
         yield reply
 
     def state(self) -> HostState:
-        operation = self._operation
-        if operation is None:
-            return HostState(None, 0.0)
-        return HostState(operation[0], time.monotonic() - operation[1])
+        name, since_s, step = self._operation or (None, time.monotonic(), None)
+        resident, available = psutil.Process().memory_info().rss, psutil.virtual_memory().available
+        return HostState(name, time.monotonic() - since_s, step, resident, available)
 
     def ask(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of a role's worker that neither computes nor communicates, beside what runs."""
@@ -259,6 +280,7 @@ class Host:
             fetch=self._fetch,
             notes=self._notes,
             shared=self._shared,
+            logs=place.logs,
         )
         worker.__init__(*spec.args, **spec.kwargs)  # type: ignore[misc]
         return worker
@@ -306,7 +328,11 @@ class Host:
 
 
 def _isolate(place: HostPlace) -> None:
-    """Set up the process: no launcher's world in its environment, its threads, its kernels, its device."""
+    """Set up the process: no launcher's world in its environment, its threads, its kernels, its device.
+
+    A fatal signal leaves the Python stacks in the log.
+    """
+    faulthandler.enable()
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
@@ -317,6 +343,18 @@ def _isolate(place: HostPlace) -> None:
         os.environ[_KERNELS] = place.kernels
     if place.device == "cuda":
         torch.cuda.set_device(0)  # Ray shows the process its own device only
+
+
+def _own_log(place: HostPlace, folder: Path) -> WorkerLog | None:
+    """Print into the run folder from now on; None where that cannot be written."""
+    name = f"{place.pool} rank {place.rank}"
+    try:
+        log = WorkerLog(folder / f"{place.pool}_rank_{place.rank}.log", name)
+    except OSError as error:
+        print(f"no log in the run folder: {error}", file=sys.stderr)
+        return None
+    print(f"process {os.getpid()} on node {place.node}", file=sys.stderr, flush=True)
+    return log
 
 
 def _use_interface_of(address: str) -> None:

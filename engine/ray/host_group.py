@@ -21,13 +21,17 @@ from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerError
 from rolemesh.engine.named_tensors import NamedTensorsRef
 from rolemesh.engine.parts import PartRef
-from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, PartHead, Reply, Request
+from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, HostState, PartHead, Reply, Request
+from rolemesh.engine.worker_log import ENDED
 from rolemesh.parallel.weights.transfer_plan import TransferError
 
+SILENT_S = 300.0
 _GRACE_S = 5.0  # for the other ranks once one has failed: most fail too, or end
+_BEAT_S = 2.0
 _POLL_S = 0.5
 _CONTROL_S = 5.0
 _LOG_LINES = 20
+_LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,20 @@ class Seat:
 class HostGroup:
     """Handles on the processes. Once `broken` is set they are killed and every call raises.
 
-    `store` is where rank 0 keeps the rendezvous store of their world, once they are connected.
+    `store` is where rank 0 keeps the rendezvous store of their world, once they are connected. A process
+    whose control thread answers nothing for `silent_s` is taken for dead.
     """
 
-    def __init__(self, seats: Sequence[Seat]) -> None:
+    def __init__(self, seats: Sequence[Seat], silent_s: float = SILENT_S) -> None:
         actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(Host)  # type: ignore[call-overload]
         self._places = [seat.place for seat in seats]
         self._hosts = [actor.options(max_restarts=0, **seat.options).remote(seat.place) for seat in seats]
         self._infos: list[HostInfo | None] = [None] * len(seats)
         self.broken: BaseException | None = None
         self.store: tuple[str, int] | None = None
+        self.silent_s = silent_s
+        self._beats = [Heartbeat() for _ in seats]
+        self._oom_kills = _oom_kills()
 
     def connect(self, timeout_s: float) -> None:
         """Wait for the processes and their common world; any failure names the rank and breaks the group.
@@ -141,15 +149,63 @@ class HostGroup:
     def place(self, rank: int) -> HostPlace:
         return self._places[rank]
 
+    def lost(self) -> CallError | None:
+        """The death or hang that keeps the processes from going on; None where all answer, or where an
+        operation that raised has ended them.
+        """
+        if self.broken is not None:
+            return self.broken if isinstance(self.broken, WorkerDied | CallTimeout) else None
+        return self.unreachable(range(len(self._hosts)), self._places[0].pool, "no operation")
+
+    def unreachable(self, ranks: Iterable[int], role: str, operation: str) -> WorkerDied | None:
+        """The error for the first of `ranks` that is dead or does not answer, if any."""
+        asked = {rank: self._control(rank, "state") for rank in ranks}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_CONTROL_S)
+        for rank, ref in asked.items():
+            try:
+                ray.get(ref, timeout=0.1)
+            except GetTimeoutError:
+                return self.silent(rank, role, operation, _CONTROL_S)
+            except RayError as error:
+                return self.death(rank, role, operation, error)
+        return None
+
+    def heartbeat(self, rank: int) -> float:
+        """Ask a rank for its state, unless it owes the last one; for how many seconds it has owed that."""
+        beat = self._beats[rank]
+        if beat.asked is not None:
+            ready, _ = ray.wait([beat.asked], timeout=0)
+            if not ready:
+                return time.monotonic() - beat.asked_s
+            with contextlib.suppress(RayError):  # a death ends the rank's stream too
+                beat.last, beat.last_s = ray.get(beat.asked), time.monotonic()
+        beat.asked, beat.asked_s = self._control(rank, "state"), time.monotonic()
+        return 0.0
+
+    def silent(self, rank: int, role: str, operation: str, for_s: float) -> WorkerDied:
+        """The error for a process that answers nothing: stopped, without a processor, or cut off."""
+        how = f"it has answered nothing for {for_s:.0f} s: stopped, swapped out, or its node is gone"
+        return self._died(rank, role, operation, how)
+
     def death(self, rank: int, role: str, operation: str, error: RayError) -> WorkerDied:
         """The error for a process that is gone: how, and the end of its log."""
-        info, node = self._infos[rank], self._places[rank].node
-        memory = psutil.virtual_memory()
-        how = (
-            f"{_ray_reason(error)} (this node has {memory.available / 2**30:.1f} of "
-            f"{memory.total / 2**30:.1f} GiB memory available now)"
+        return self._died(rank, role, operation, _ray_reason(error))
+
+    def _died(self, rank: int, role: str, operation: str, how: str) -> WorkerDied:
+        info, beat, memory = self._infos[rank], self._beats[rank], psutil.virtual_memory()
+        lines = [] if info is None else _last_lines(info)
+        told = [line.partition("| ")[2] for line in lines[-1:] if ENDED in line] + [how]
+        if beat.last is not None:
+            told.append(f"last heartbeat {time.monotonic() - beat.last_s:.0f} s before: {beat.last}")
+        told.append(
+            f"the driver's node has {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory "
+            f"available now"
         )
-        return WorkerDied(role, rank, node, operation, how, _last_lines(info) if info else "it left no log")
+        if (kills := _oom_kills() - self._oom_kills) > 0:
+            told.append(f"its kernel ended {kills} processes for want of memory since the workers started")
+        where = "it left no log" if info is None else f"last lines of {info.log_path} (on that node):"
+        log = "\n".join([where, *lines])
+        return WorkerDied(role, rank, self._places[rank].node, operation, "\n".join(told), log)
 
     def _control(self, rank: int, method: str) -> Any:
         return getattr(self._hosts[rank], method).options(concurrency_group="control").remote()
@@ -192,6 +248,16 @@ class HostGroup:
         return ray.get(refs)
 
 
+@dataclass
+class Heartbeat:
+    """What a process last said that it does, and the question that it still owes an answer."""
+
+    last: HostState | None = None
+    last_s: float = 0.0
+    asked: Any = None
+    asked_s: float = 0.0
+
+
 class _Watch:
     """One operation under way: the ranks still busy, what arrived of each, and the first failure."""
 
@@ -214,6 +280,7 @@ class _Watch:
         self._replies: list[Reply | None] = [None] * len(requests)
         self._failures: list[tuple[float, CallError]] = []  # when it happened, what
         self._dead = False
+        self._next_beat_s = time.monotonic() + _BEAT_S
 
     def replies(self) -> list[Reply]:
         while self._busy:
@@ -225,14 +292,40 @@ class _Watch:
             )
             for stream in ready:
                 self._advance(stream)
+            self._listen()
         if self._busy and not self._failures:
             self._failures.append((time.time(), self._late()))
         if self._failures:
-            error = min(self._failures, key=_rank_of)[1]
+            error = self._cause()
             if self._busy or self._dead:
                 self._group.break_with(error)
             raise error
         return [reply for reply in self._replies if reply is not None]
+
+    def _listen(self) -> None:
+        """Ask the busy ranks for a heartbeat, now and then; one that is silent for too long is dead."""
+        if self._dead or time.monotonic() < self._next_beat_s:
+            return
+        self._next_beat_s = time.monotonic() + _BEAT_S
+        for rank in self._busy.values():
+            silent_s = self._group.heartbeat(rank)
+            if silent_s > self._group.silent_s and not self._dead:
+                self._fail(
+                    time.time(), self._group.silent(rank, self._role, self._operation, silent_s), dead=True
+                )
+
+    def _cause(self) -> CallError:
+        """The failure that the others come from: a death, else the first; where ranks are still busy after an
+        error, one of them may be gone, which was the cause then.
+        """
+        by_time = [error for _, error in sorted(self._failures, key=_rank_of)]
+        death = next((error for error in by_time if isinstance(error, WorkerDied)), None)
+        if death is None and self._busy and isinstance(by_time[0], WorkerError):
+            death = self._group.unreachable(self._busy.values(), self._role, self._operation)
+            self._dead = self._dead or death is not None
+        if death is not None and death is not by_time[0]:
+            death.__cause__ = by_time[0]
+        return death or by_time[0]
 
     def _advance(self, stream: Any) -> None:
         """Take what a rank's stream has ready; at its end, its last item is the reply."""
@@ -315,13 +408,27 @@ def _with_blocks(value: Any, blocks: list[Any], node: str) -> Any:
 def _ray_reason(error: RayError) -> str:
     """What Ray knows of a death, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines) or type(error).__name__
+    reason = " ".join(lines).partition(" Some common causes include")[0]
+    return reason.partition("Worker exit detail: ")[2] or reason or type(error).__name__
 
 
-def _last_lines(info: HostInfo) -> str:
-    path = Path(info.log_path)
+def _oom_kills() -> int:
+    """Processes that this machine's kernel has ended for want of memory."""
     try:
-        lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    except OSError:
-        return f"its log is {path} on that node"
-    return "\n".join([f"last lines of {path}:", *lines])
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(counters.get("oom_kill", 0))
+
+
+def _last_lines(info: HostInfo) -> list[str]:
+    """The end of a process's log; of one that has just ended, with how, where that is known."""
+    path, deadline = Path(info.log_path), time.monotonic() + _LAST_WORDS_S
+    while True:
+        try:
+            lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            return []
+        if any(ENDED in line for line in lines[-1:]) or time.monotonic() > deadline:
+            return lines
+        time.sleep(0.05)

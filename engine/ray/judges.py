@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from rolemesh.engine.ray.engines import EngineDied, EngineProcess, use_devices
+from rolemesh.engine.ray.engines import EngineDied, EngineProcess, settle
 from rolemesh.engine.remote.http import Limits, RemoteError
 from rolemesh.engine.rollout.vllm import VLLMSpec
 from rolemesh.engine.rollout.vllm_chat import Answer, ChatEngine, ChatRefused
@@ -23,8 +23,8 @@ T = TypeVar("T")
 class JudgeHost:
     """Body of the actor: many requests wait in it while one thread runs the engine."""
 
-    def __init__(self, spec: VLLMSpec, devices: Sequence[str], threads: int) -> None:
-        use_devices(devices, threads)
+    def __init__(self, spec: VLLMSpec, devices: Sequence[str], threads: int, log: str | None) -> None:
+        settle(devices, threads, log)
         self._spec = spec
 
     async def start(self) -> int:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rolemesh.engine.errors import CallError, PoolBroken
 from rolemesh.engine.ray.cluster import DEVICE_RESOURCE, NODE_ID_LABEL, node_ids, read_cluster
 from rolemesh.engine.ray.host import HostPlace
-from rolemesh.engine.ray.host_group import HostGroup, Seat
+from rolemesh.engine.ray.host_group import SILENT_S, HostGroup, Seat
 from rolemesh.engine.ray.queue import PoolQueue
 from rolemesh.engine.roles import Role
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
@@ -43,6 +43,8 @@ class ResourcePool:
         cpus_per_process: None: the node's CPUs over its devices, at most one.
         collective_timeout_s: limit of every torch.distributed operation.
         fetch_timeout_s: limit for the blocks of one argument to arrive at a worker.
+        silent_s: a process whose control thread answers nothing for so long is taken for dead.
+        logs: folder for the log of each process; None: where Ray puts them.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class ResourcePool:
         cpus_per_process: float | None = None,
         collective_timeout_s: float = 1800.0,
         fetch_timeout_s: float = 600.0,
+        silent_s: float = SILENT_S,
+        logs: str | None = None,
     ) -> None:
         if max_colocate_count < 1:
             raise PlacementError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
@@ -65,6 +69,7 @@ class ResourcePool:
         self.dp_sizes: set[int] = {1}  # of the roles that may read each other's results
         self._device, self._where, self._cpus = device, where, cpus_per_process
         self._collective_timeout_s, self._fetch_timeout_s = collective_timeout_s, fetch_timeout_s
+        self._silent_s, self._logs = silent_s, logs
         self.placement_group: PlacementGroup | None = None
         self._seats: list[Seat] = []
         self._roles: set[str] = set()
@@ -105,6 +110,8 @@ class ResourcePool:
         cluster = read_cluster(self._device)
         spec, ids, device = self.spec(cluster), node_ids(), DEVICE_RESOURCE[cluster.device_kind]
         slots = [(node, local) for node, count in nodes for local in range(count)]
+        if gone := [node for node, _ in nodes if node not in ids]:
+            raise PlacementError(f"pool {self.name!r}: {', '.join(gone)} left the cluster")
         bundle = {"CPU": spec.cpus_per_process, device: 1, **self._where.resources_per_worker}
         group = placement_group(
             [{name: amount for name, amount in bundle.items() if amount} for _ in slots],
@@ -155,7 +162,9 @@ class ResourcePool:
                     f"max_colocate_count={self.max_colocate_count}: raise it to "
                     f"{len(self._hosts) + 1} (shares of 1/{len(self._hosts) + 1})"
                 )
-            self._hosts[key] = HostGroup(self._seats)  # known at once: `shutdown` ends it while it starts
+            self._hosts[key] = HostGroup(
+                self._seats, self._silent_s
+            )  # known at once: `shutdown` ends it while it starts
             if self._shut_down:
                 self._hosts[key].kill()
             self._hosts[key].connect(start_timeout_s)
@@ -165,6 +174,11 @@ class ResourcePool:
             raise PoolBroken(f"pool {self.name!r} is broken since: {cause}") from hosts.broken
         return hosts
 
+    def lost(self) -> CallError | None:
+        """The death or hang that keeps started processes from going on; None where they all answer."""
+        causes = (hosts.lost() for hosts in list(self._hosts.values()))
+        return next((cause for cause in causes if cause is not None), None)
+
     def shutdown(self) -> None:
         """Kill the processes, fail the calls that wait, give the devices back."""
         self._shut_down = True
@@ -172,6 +186,10 @@ class ResourcePool:
         for hosts in list(self._hosts.values()):
             if hosts.broken is None:
                 hosts.break_with(CallError(f"pool {self.name!r} was shut down"))
+        self.release()
+
+    def release(self) -> None:
+        """Give the devices back; no process may be on them."""
         if self.placement_group is not None:
             remove_placement_group(self.placement_group)
             self.placement_group = None
@@ -196,6 +214,7 @@ class ResourcePool:
             threads=threads,
             collective_timeout_s=self._collective_timeout_s,
             fetch_timeout_s=self._fetch_timeout_s,
+            logs=self._logs,
         )
         options = {
             "num_cpus": _floor(cpus * self.share),
@@ -263,14 +282,35 @@ class ResourcePoolManager:
 
 
 def create_pools(
-    pools: Sequence[ResourcePool], wait_s: float = _WAIT_S, report: Callable[[str], None] = _log.info
+    pools: Sequence[ResourcePool],
+    wait_s: float = _WAIT_S,
+    report: Callable[[str], None] = _log.info,
+    *,
+    patient: bool = False,
 ) -> None:
     """Fit pools to the cluster's nodes, devices and CPUs, waiting for nodes still to join; reserve them.
 
     `report` is told what is waited for. Raises PlacementError, after `wait_s` seconds at most where devices
-    are missing and at once where more of them would not help.
+    are missing and at once where more of them would not help; `patient` waits for other nodes then, too, and
+    where those that seemed free are not granted.
     """
-    cluster, placement = _fit(pools, wait_s, report)
+    deadline = time.monotonic() + wait_s
+    while True:
+        cluster, placement = _fit(pools, deadline, wait_s, report, patient)
+        try:
+            _reserve(pools, cluster, placement, max(_WAIT_S, 0.0 if patient else wait_s))
+            return
+        except PlacementError as error:
+            if not patient or time.monotonic() >= deadline:
+                raise
+            for pool in pools:
+                pool.release()
+            report(str(error).partition("\n")[0])
+
+
+def _reserve(
+    pools: Sequence[ResourcePool], cluster: ClusterSpec, placement: Placement, timeout_s: float
+) -> None:
     workers = Counter[str]()
     for nodes in placement.nodes.values():
         workers.update(dict(nodes))
@@ -279,20 +319,23 @@ def create_pools(
     dp_sizes = set.union(*(pool.dp_sizes for pool in pools))
     for pool in pools:
         pool.dp_sizes = dp_sizes
-        pool.reserve(placement.nodes[pool.name], threads, timeout_s=max(wait_s, _WAIT_S))
+        pool.reserve(placement.nodes[pool.name], threads, timeout_s)
 
 
 def _fit(
-    pools: Sequence[ResourcePool], wait_s: float, report: Callable[[str], None]
+    pools: Sequence[ResourcePool],
+    deadline: float,
+    wait_s: float,
+    report: Callable[[str], None],
+    patient: bool,
 ) -> tuple[ClusterSpec, Placement]:
-    wanted = sum(pool.world_size for pool in pools)
-    deadline, reported = time.monotonic() + wait_s, -1
+    wanted, reported = sum(pool.world_size for pool in pools), -1
     while True:
         cluster = read_cluster(pools[0]._device)
         try:
             return cluster, fit_pools([pool.spec(cluster) for pool in pools], cluster)
         except PlacementError:
-            if cluster.n_devices >= wanted or time.monotonic() >= deadline:
+            if (cluster.n_devices >= wanted and not patient) or time.monotonic() >= deadline:
                 raise
         if cluster.n_devices != reported:
             reported = cluster.n_devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -20,8 +21,9 @@ class ProcessPool(ResourcePool):
     pool.
     """
 
-    def __init__(self, name_prefix: str, *, fetch_timeout_s: float = 600.0) -> None:
-        super().__init__([1], name_prefix=name_prefix, device="cpu", fetch_timeout_s=fetch_timeout_s)
+    def __init__(self, name_prefix: str, **options: Any) -> None:
+        """`options` are those of `ResourcePool`."""
+        super().__init__([1], name_prefix=name_prefix, device="cpu", **options)
 
     def create(self, wait_s: float = 0.0, report: Callable[[str], None] = _log.info) -> None:
         """Nothing is reserved, so nothing is waited for."""
@@ -37,6 +39,7 @@ class ProcessPool(ResourcePool):
             threads=1,
             collective_timeout_s=self._collective_timeout_s,
             fetch_timeout_s=self._fetch_timeout_s,
+            logs=self._logs,
         )
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._seats = [Seat(place, {"num_cpus": 0, "scheduling_strategy": here})]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from rolemesh.engine.at_step import current_step
 from rolemesh.engine.dispatch import DispatchError, Registration
 from rolemesh.engine.errors import CallError, CallTimeout
 from rolemesh.engine.future import DataProtoFuture, Outcome
@@ -40,7 +41,7 @@ class Offer(DataProtoFuture):
         self.outcome: Future[Outcome] = Future()
         super().__init__(self.outcome, name=f"{group.role}.{method}", fetch=fetch_batch, timeout_s=limit_s)
         self.group, self.method, self.limit_s = group, method, limit_s
-        self._registration, self._kwargs = registration, kwargs
+        self._registration, self._kwargs, self._step = registration, kwargs, current_step()
         self._taken_by: str | None = None
 
     def taken_by(self, name: str) -> None:
@@ -60,7 +61,7 @@ class Offer(DataProtoFuture):
     def give(self, meeting: Meeting) -> Outcome:
         """Run the giving side, on a queue's thread."""
         return self.group._run(
-            self.method, self._registration, (meeting,), self._kwargs, None, self.limit_s, None
+            self.method, self._registration, (meeting,), self._kwargs, None, self.limit_s, None, self._step
         )
 
 
@@ -81,8 +82,10 @@ def take(
         raise DispatchError(f"{name} takes no weights: it is not registered with transfer='takes'")
     offer.taken_by(name)
 
+    step = current_step()
+
     def receive(meeting: Meeting) -> Outcome:
-        return group._run(method, registration, (meeting,), kwargs, None, limit_s, None)
+        return group._run(method, registration, (meeting,), kwargs, None, limit_s, None, step)
 
     both = _Both(offer, group, receive, min(limit_s, offer.limit_s))
     queue = group.resource_pool.queue

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rolemesh.engine.at_step import current_step
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.dispatch import (
     CustomDispatch,
@@ -19,6 +20,7 @@ from rolemesh.engine.dispatch import (
     registered_methods,
     share,
 )
+from rolemesh.engine.errors import CallError
 from rolemesh.engine.future import DataProtoFuture, Outcome, RankSpan
 from rolemesh.engine.parts import PartFeed, PartRef, join_parts
 from rolemesh.engine.protocol import DataProto
@@ -116,6 +118,10 @@ class RayWorkerGroup:
         """What every rank is doing (`HostState`), also while it computes."""
         return self._hosts().states()
 
+    def lost(self) -> CallError | None:
+        """The death or hang that keeps the pool's processes from going on; None where they all answer."""
+        return self.resource_pool.lost()
+
     def memory(self) -> dict[int, Any]:
         """The most that every rank's process has held so far (`HostMemory`)."""
         return self._hosts().memory()
@@ -152,7 +158,8 @@ class RayWorkerGroup:
             future = take(self, method, registration, args[0], kwargs, limit_s)
             return future.get() if (registration.blocking if blocking is None else blocking) else future
         feed = PartFeed() if registration.parts else None
-        run = functools.partial(self._run, method, registration, args, kwargs, rows, limit_s, feed)
+        step = current_step()
+        run = functools.partial(self._run, method, registration, args, kwargs, rows, limit_s, feed, step)
         inputs = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, DataProtoFuture)]
         future = self._submit(method, inputs, run, limit_s, feed)
         return future.get() if (registration.blocking if blocking is None else blocking) else future
@@ -182,6 +189,7 @@ class RayWorkerGroup:
         rows: Rows | None,
         limit_s: float,
         feed: PartFeed | None,
+        step: int | None = None,
     ) -> Outcome:
         """On the queue's thread, when the inputs are done: dispatch, carry out, collect."""
         hosts = self._hosts()
@@ -199,6 +207,7 @@ class RayWorkerGroup:
                 materialize=registration.materialize_futures,
                 cuts=self._cuts(shares, rank),
                 parts=registration.parts,
+                step=step,
             )
             for rank, (rank_args, rank_kwargs) in enumerate(zip(shares.args, shares.kwargs, strict=True))
         ]

@@ -54,6 +54,7 @@ class JudgeWorker(Worker):
                 devices=devices if self.device.type == "cuda" else [],
                 threads=torch.get_num_threads(),
                 timeout_s=self.context.collective_timeout_s,
+                log=self.context.logs and f"{self.context.logs}/{self.context.role}_engine_{replica}.log",
             )
             engine.start()
             return engine

@@ -163,6 +163,7 @@ class VLLMRolloutWorker(Worker):
 
     def _start(self) -> None:
         context = self.context
+        log = None if context.logs is None else f"{context.logs}/{context.role}_engine_rank_{self.rank}.log"
         self._engine = EngineProcess(
             f"the vLLM engine of {context.role} rank {self.rank} on node {context.node}",
             self.spec.engine,
@@ -170,6 +171,7 @@ class VLLMRolloutWorker(Worker):
             devices=self._devices,
             threads=torch.get_num_threads(),
             timeout_s=context.collective_timeout_s,
+            log=log,
         )
         self._engine.start()
 

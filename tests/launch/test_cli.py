@@ -102,6 +102,12 @@ def test_causes_are_printed_down_to_the_first():
     ]
 
 
+def test_what_was_noted_on_an_error_is_printed_with_it():
+    error = RuntimeError("rank 3 died")
+    error.add_note("the run recovered once")
+    assert cli.describe_error(error) == "error: RuntimeError: rank 3 died\nthe run recovered once"
+
+
 def test_a_cause_that_the_error_quotes_is_not_said_twice():
     error = RuntimeError("reward failed on rank 0:\n  File x, line 1\nValueError: no score\nlog: worker.err")
     error.__cause__ = ValueError("no score")

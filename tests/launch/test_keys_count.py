@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 from transformers import AutoTokenizer
 
 from rolemesh.engine import loggers
-from rolemesh.launch import check, engine_check, train
+from rolemesh.launch import check, engine_check, recovery, train
 from rolemesh.launch.config import parse_recipe, value_at
 from rolemesh.launch.fields import Key, RecipeError, declared, section_of, without_none
 from rolemesh.launch.schema import Recipe
@@ -211,8 +211,10 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         started.RayWorkerGroup().init_model().timeout_s = 1.0
         started.CheckpointStore().best.return_value = None
         started.joined_cluster.return_value = contextlib.nullcontext(LIVE)
+        started.Recoveries.return_value.under_way = False
         for name in (*STARTED, *real):
             patch.setattr(train, name, getattr(started, name))
+        patch.setattr(recovery, "Recoveries", started.Recoveries)
         try:
             recipe = parse_recipe(text, folder, overrides)
         except RecipeError as error:

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from broken_runs import output_of, worker_pids
 from safetensors.torch import load_file
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolemesh.engine.checkpoint.store import newest_good
+from rolemesh.launch.report import read_report
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 EXIT_TERMINATED = 143
@@ -85,6 +87,11 @@ def metrics(run: Path) -> dict[int, dict]:
     return {row["step"]: {k: v for k, v in row.items() if not MEASURED.match(k)} for row in rows}
 
 
+def trained(run: Path) -> list[str]:
+    """The prompts of every step."""
+    return (run / "trained.jsonl").read_text().splitlines()
+
+
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "export" / f"step_{STEPS}" / "actor" / "model.safetensors")
 
@@ -130,6 +137,29 @@ def test_stopped_by_sigterm_and_resumed_a_run_is_the_unbroken_one_bit_for_bit(fo
         assert other[step] == one[step], step
     first, second = weights(unbroken[0]), weights(run)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_killed_worker_costs_the_step_and_the_run_is_the_unbroken_one_bit_for_bit(folder, unbroken):
+    """Killed in step 4, the last checkpoint is of step 2: step 3 is trained a second time."""
+    run = folder / "killed"
+    process = start(folder, "killed", "run.save_every=2")
+    output = output_of(process, {3: lambda: os.kill(worker_pids(run)["all_rank_1"], signal.SIGKILL)}, 400)
+    assert process.returncode == 0, output
+    assert re.search(r"lost workers in step 4: \w+ rank 1 on node .* died in \w+", output), output
+    assert "back at the checkpoint of step 2; steps 3 to 4 are trained again" in output
+    one, other = metrics(unbroken[0]), metrics(run)
+    assert sorted(other) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        recovery = {k: other[step].pop(k) for k in list(other[step]) if k.startswith("recovery/")}
+        assert recovery.get("recovery/count") == (1 if step > 2 else None)
+        assert other[step] == one[step], step
+    assert trained(run) == trained(unbroken[0])
+    first, second = weights(unbroken[0]), weights(run)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    (told,) = read_report(run).recoveries
+    assert re.search(r"in step 4: \w+ rank 1 .* died.*went on after step 2", told)
+    log = (run / "logs" / "all_rank_0.log").read_text()
+    assert re.search(r"^[\d:]{8} actor rank 0 step 5 update_actor \| begins$", log, re.MULTILINE), log
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from broken_runs import output_of, worker_pids
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -89,6 +91,28 @@ def test_fine_tuning_lowers_the_held_out_loss_and_goes_on_from_a_checkpoint(fold
     assert [row["step"] for row in again] == [5, 6, 7, 8]
     assert [row["train/loss"] for row in again] == [row["train/loss"] for row in rows[5:]]
     assert again[-1]["val/loss"] == held_out[-1]
+
+
+@pytest.mark.slow
+def test_fine_tuning_whose_worker_is_killed_learns_the_same(folder):
+    rolemesh(folder, "sft", "my.yaml", "run.dir=runs/whole", "run.steps=60")
+    run = folder / "runs" / "broken"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rolemesh.launch", "sft", "my.yaml", f"run.dir={run}", "run.steps=60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    output = output_of(process, {5: lambda: os.kill(worker_pids(run)["all_rank_0"], signal.SIGKILL)}, 300)
+    assert process.returncode == 0, output
+    assert "recovery 1: back at the checkpoint of step" in output
+    losses = [
+        [row["train/loss"] for row in metrics(folder / "runs" / name)[1:]] for name in ("whole", "broken")
+    ]
+    assert len(losses[0]) == 60
+    assert losses[0] == losses[1]
 
 
 def test_a_reward_model_learns_to_tell_pairs_apart_and_loads_as_classifier(folder):

@@ -247,9 +247,9 @@ def wait_until(condition, limit_s: float) -> bool:
     return bool(condition())
 
 
-def in_a_step(folder: Path, name: str) -> subprocess.Popen:
+def in_a_step(folder: Path, name: str, *overrides: str) -> subprocess.Popen:
     """A long run that has done its first step."""
-    process = start(recipe(folder, name), "run.steps=500")
+    process = start(recipe(folder, name), "run.steps=500", *overrides)
     log = folder / "runs" / name / "metrics.jsonl"
     assert wait_until(lambda: log.exists() and len(log.read_text().splitlines()) > 1, 200), finish(process, 1)
     return process
@@ -273,7 +273,7 @@ def reports(process: subprocess.Popen, text: str, limit_s: float) -> str:
 
 @pytest.mark.slow
 def test_a_killed_worker_is_reported_within_ten_seconds_and_nothing_is_left(folder):
-    process = in_a_step(folder, "killed")
+    process = in_a_step(folder, "killed", "run.recoveries=0")
     family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
     workers = [pid for pid in family if "Host" in " ".join(psutil.Process(pid).cmdline())]
     assert len(workers) == 4

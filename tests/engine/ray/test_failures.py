@@ -1,6 +1,7 @@
 """Calls that fail: who, where, how fast, and what is left."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,6 +39,11 @@ class Fragile(Worker):
         if self.rank == late_rank:
             time.sleep(3600)
         return self._reduce()
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def reduce_forever(self) -> None:
+        while True:
+            self._reduce()
 
     @register(Dispatch.ONE_TO_ALL)
     def exit(self, status: int) -> None:
@@ -129,6 +135,52 @@ def test_a_constructor_that_raises_names_its_rank_and_a_death_shows_the_end_of_i
     other = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), role="other")
     with pytest.raises(WorkerDied, match=r"(?s)rank \d .* died in exit.*last lines of .*the last words"):
         other.exit(137)
+
+
+@pytest.mark.parametrize("pool", [3], indirect=True)
+def test_a_death_is_the_cause_whatever_the_others_raised_before_it_was_known(pool):
+    """The others' collective fails at once, with an error of their own."""
+    group = fragile(pool)
+    assert group.lost() is None
+    future = group.reduce_forever()
+    threading.Timer(0.5, os.kill, [group.pids[2], signal.SIGKILL]).start()
+    with pytest.raises(WorkerDied, match=r"actor rank 2 on node .* died in reduce_forever"):
+        future.get(60)
+    assert isinstance(group.lost(), WorkerDied)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_an_operation_that_raised_is_no_loss_of_workers(pool):
+    group = fragile(pool)
+    with pytest.raises(WorkerError, match="ValueError: x"):
+        group.reduce_unless(1).get(60)
+    assert group.lost() is None
+    idle = ResourcePool([1], name_prefix="idle")
+    try:
+        other = RayWorkerGroup(idle, RayClassWithInitArgs(Fragile), role="other")
+        os.kill(other.pids[0], signal.SIGKILL)
+        assert gone(other.pids, 5)
+        assert re.search(r"idle rank 0 on node .* died in no operation", str(other.lost()))
+    finally:
+        idle.shutdown()
+
+
+def test_a_process_that_answers_nothing_is_taken_for_dead(cluster, tmp_path):
+    pool = ResourcePool([2], name_prefix="frozen", silent_s=3, logs=str(tmp_path))
+    try:
+        group = fragile(pool)
+        future, start = group.reduce_late(0), time.monotonic()
+        stopped = group.pids[1]
+        threading.Timer(3.0, os.kill, [stopped, signal.SIGSTOP]).start()
+        with pytest.raises(WorkerDied, match=r"actor rank 1 .*answered nothing for \d s: stopped") as caught:
+            future.get(120)
+        assert time.monotonic() - start < 40
+        said = str(caught.value)
+        assert re.search(r"last heartbeat \d+ s before: actor.reduce_late for \d s, .* GiB resident", said)
+        assert re.search(r"last lines of .*frozen_rank_1.log \(on that node\):\n.*process \d+ on node", said)
+        assert gone(group.pids, 30)
+    finally:
+        pool.shutdown()
 
 
 def test_a_pool_shut_down_while_it_starts_ends_the_start_at_once(cluster):

@@ -269,3 +269,13 @@ def test_of_ten_thousand_samples_none_is_lost_doubled_or_in_anothers_row(texts, 
     assert sum(sum(found.values()) for found in faults) > 15
     assert len(faults[0].keys() | faults[1]) > 8
     assert result.meta_info["metrics"]["reward/retries"] > 10
+
+
+def test_a_server_that_died_ends_the_step_once_its_retries_are_used_up(texts):
+    with faulty_server() as mortal, remote(mortal, texts) as reward:
+        reward.score(samples(8))
+        mortal.process.kill()
+        mortal.process.wait()
+        why = f"{mortal.url} failed after 3 tries: .* refused the connection: nothing listens there"
+        with pytest.raises(RewardError, match=f"samples 0 to 7 got no score: {why}"):
+            reward.score(samples(8))

@@ -1,0 +1,101 @@
+"""A node is gone for good: the run goes on with those that are left. Several Ray nodes on this machine."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from broken_runs import output_of
+from ray._private.authentication import authentication_token_setup
+from ray.cluster_utils import Cluster
+from safetensors.torch import load_file
+from tiny import tiny_checkpoint
+
+from rolemesh.engine.ray.cluster import SLOT
+from rolemesh.engine.recovery import read_recoveries
+from rolemesh.placement.plan import PlacementPlan
+
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+STEPS = 5
+REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str)\n"
+)
+
+
+@pytest.fixture
+def cluster():
+    # As `ray start` does: where there is a token, the cluster asks for it and joining brings it.
+    authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    small = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 150 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    nodes = [cluster.add_node(**small, resources={SLOT: 2}) for _ in range(2)]
+    yield cluster, nodes
+    cluster.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_checkpoint(tmp_path / "policy")
+    rows = [{"prompt": f"{i}>", "reward_model": {"ground_truth": "1"}} for i in range(16)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "reward.py").write_text(REWARD)
+    content = {
+        "run": {"steps": STEPS, "save_every": 2, "device": "cpu", "node_wait_s": 5},
+        "data": {"train_files": ["train.jsonl"], "max_prompt_tokens": 8},
+        "algorithm": {"name": "grpo", "kl": {"in": "none"}},
+        "batch": {"prompts": 4, "samples_per_prompt": 4, "micro_batch_tokens": 64},
+        "lengths": {"max_response_tokens": 8},
+        "actor": {"path": "policy", "dtype": "float32", "optim": {"lr": 1e-3}},
+        "reward": "./reward.py:compute_score",
+        "placement": "colocate",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+def start(folder: Path, run: str, *overrides: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rolemesh.launch", "train", "recipe.yaml", f"run.dir={run}", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export" / f"step_{STEPS}" / "actor" / "model.safetensors")
+
+
+def test_an_elastic_run_that_loses_a_node_goes_on_under_another_plan(folder, cluster):
+    ray_cluster, nodes = cluster
+    address = f"run.address={ray_cluster.address}"
+    whole = start(folder, "whole", address)
+    output = output_of(whole, {}, 300)
+    assert whole.returncode == 0, output
+    assert "lost workers" not in output
+
+    broken = start(folder, "broken", address, "run.elastic=true")
+    output = output_of(broken, {3: lambda: ray_cluster.remove_node(nodes[1], allow_graceful=False)}, 400)
+    assert broken.returncode == 0, output
+    assert re.search(r"2/4 devices, waiting up to 5 s", output), output
+    assert "placed on what is left: colocate: 1 pools, 2 devices" in output
+    (entry,) = read_recoveries(folder / "broken")
+    assert (entry.step, entry.from_step, entry.replayed) == (4, 2, 1)
+    assert PlacementPlan.from_yaml((folder / "broken" / "plan.yaml").read_text()).n_devices == 2
+    trained = [(folder / run / "trained.jsonl").read_text() for run in ("whole", "broken")]
+    assert trained[0] == trained[1]
+    one, other = weights(folder / "whole"), weights(folder / "broken")
+    assert max((one[name] - other[name]).abs().max().item() for name in one) < 1e-4
+
+    inelastic = start(folder, "inelastic", address)
+    output = output_of(inelastic, {3: lambda: ray_cluster.remove_node(nodes[0], allow_graceful=False)}, 300)
+    assert inelastic.returncode == 1, output
+    assert "run.elastic: true goes on with what is left" in output, output
