@@ -19,7 +19,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerError
-from rolemesh.engine.named_tensors import NamedTensorsRef
 from rolemesh.engine.parts import PartRef
 from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, PartHead, Reply, Request
 
@@ -300,8 +299,6 @@ class _Watch:
 def _with_blocks(value: Any, blocks: list[Any], node: str) -> Any:
     if isinstance(value, BatchRef):
         return value.stored(blocks, node)
-    if isinstance(value, NamedTensorsRef):
-        return NamedTensorsRef(tuple(replace(t, ref=blocks[t.ref]) for t in value.tensors))
     return value
 
 
