@@ -21,6 +21,7 @@ from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerError
 from rolemesh.engine.parts import PartRef
 from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, PartHead, Reply, Request
+from rolemesh.parallel.weights.transfer_plan import TransferError
 
 _GRACE_S = 5.0  # for the other ranks once one has failed: most fail too, or end
 _POLL_S = 0.5
@@ -226,7 +227,7 @@ class _Watch:
         if self._busy and not self._failures:
             self._failures.append((time.time(), self._late()))
         if self._failures:
-            error = min(self._failures, key=lambda failure: failure[0])[1]
+            error = min(self._failures, key=lambda failure: (_follows(failure[1]), failure[0]))[1]
             if self._busy or self._dead:
                 self._group.break_with(error)
             raise error
@@ -300,6 +301,11 @@ def _with_blocks(value: Any, blocks: list[Any], node: str) -> Any:
     if isinstance(value, BatchRef):
         return value.stored(blocks, node)
     return value
+
+
+def _follows(error: CallError) -> bool:
+    """Whether a rank failed as another one left a transfer, which comes before that one tells its error."""
+    return isinstance(error.__cause__, TransferError)
 
 
 def _ray_reason(error: RayError) -> str:
