@@ -1,10 +1,9 @@
 """What does it cost to bring new weights from the training ranks to the generation ranks?
 
-Four ways from a Megatron layout to full copies in other processes, in turns in the same run:
+Three ways from a Megatron layout to full copies in other processes, in turns in the same run:
 - `planned`: each rank sends what its plan says, bucket by bucket, through shared memory on one machine;
 - `network`: the same, as if every process were on a machine of its own (gloo over sockets);
-- `gathered`: rank 0 gathers the whole model and broadcasts it, tensor by tensor (gloo);
-- `stored`: rank 0 of each stage gathers each tensor and puts it into Ray's object store, where all read it.
+- `gathered`: rank 0 gathers the whole model and broadcasts it, tensor by tensor (gloo).
 
 Claims: 1. every copy is right, bit by bit. 2. A target receives at most 1.02 times what it must hold. 3. No
 process holds more than its buckets beside its own part, where `gathered` holds the whole model on rank 0.
@@ -18,7 +17,7 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
@@ -27,11 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.future import DataProtoFuture
-from rolemesh.engine.named_tensors import NamedTensors
 from rolemesh.engine.ray.cluster import local_cluster
 from rolemesh.engine.ray.pools import ResourcePool, create_pools
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -44,7 +41,7 @@ from rolemesh.parallel.weights.transfer_sides import EngineSide, MegatronSide
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
 
-WAYS = ("planned", "network", "gathered", "stored")
+WAYS = ("planned", "network", "gathered")
 MOST_RECEIVED = 1.02
 MIB = 2**20
 
@@ -127,16 +124,6 @@ class Source(Watched):
         for tensor in whole.values():
             readers.broadcast([tensor]).wait()
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, gathered over tp on the first rank of each stage, one at a time."""
-        from rolemesh.parallel.groups import make_groups
-        from rolemesh.parallel.weights import export_hf
-
-        if "groups" not in self.context.shared:
-            self.context.shared["groups"] = make_groups(self.layout)
-        yield from export_hf(self.tensors, self.shape, self.layout, self.context.shared["groups"])
-
 
 class Target(Watched):
     """A generation rank with a full copy of the model."""
@@ -161,11 +148,6 @@ class Target(Watched):
         readers = self.group(meeting, "readers", 1 + self.rank, 1 + meeting.n_targets)
         for tensor in self.tensors.values():
             readers.broadcast([tensor]).wait()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def stored(self, weights: NamedTensors) -> None:
-        for name, tensor in weights:
-            self.tensors[name].copy_(tensor)
 
     @register(Dispatch.ONE_TO_ALL)
     def right(self, version: int) -> bool:
@@ -308,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             ).table()
         )
         return 0
-    with local_cluster(layout.world + args.targets, object_store_bytes=max(2**28, 3 * n_bytes)):
+    with local_cluster(layout.world + args.targets, object_store_bytes=2**28):
         found = measure(shape, layout, args.targets, dtype, args.repeats)
     bucket_bytes = next(f.default for f in dataclasses.fields(Meeting) if f.name == "bucket_bytes")
     return 0 if report(found, n_bytes, bucket_bytes) else 1

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.columns import row_bounds
-from rolemesh.engine.named_tensors import NamedTensorsRef
 from rolemesh.placement.layout import Layout
 
 Rows = Sequence[Sequence[int]] | Callable[[BatchRef, Layout], Sequence[Sequence[int]]]
@@ -243,8 +242,6 @@ def collect(registration: Registration, group: WorkerGroup, shares: Shares, valu
         return dispatch.collect_fn(group, list(values))
     if registration.execute is Execute.RANK_ZERO:
         return values[0]
-    if all(isinstance(value, NamedTensorsRef) for value in values):
-        return NamedTensorsRef.merge(values)
     if dispatch not in _BY_REPLICA:
         return list(values)
     results = [values[group.layout.collect_rank(replica)] for replica in range(group.layout.dp)]

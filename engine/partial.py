@@ -7,10 +7,11 @@ of the weights: `weight_versions` and `rollout_log_probs` are those of each toke
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +130,19 @@ class PartialRollout:
         }
         return Generated(_whole(ref, made, rows), metrics, self._spans(running, step))
 
+    def state(self) -> dict[str, Any]:
+        """What is begun, for a checkpoint: tensors, and lists of plain values."""
+        if self.begun is None:
+            return {}
+        others = {name: column.tolist() for name, column in self.begun.non_tensor_batch.items()}
+        tensors = {name: column.clone() for name, column in self.begun.batch.items()}
+        return {"begun": {"tensors": tensors, "others": json.loads(json.dumps(others, default=_plain))}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave in an earlier run."""
+        if (begun := state.get("begun")) is not None:
+            self.begun = DataProto.from_dict(begun["tensors"], begun["others"])
+
     def _with_no_response(self, prompts: DataProto, step: int) -> DataProto:
         """The prompts with columns of responses that have no token; `uid` tells the step too."""
         batch, size = prompts.batch, (len(prompts), self.spec.max_response_tokens)
@@ -162,6 +176,11 @@ class PartialRollout:
             )
             for span in running.spans
         ]
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: numpy's arrays and numbers, as datasets have them."""
+    return value.tolist()
 
 
 def _whole(prompts: BatchRef, made: BatchRef, rows: Sequence[int]) -> BatchRef:

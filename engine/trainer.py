@@ -108,7 +108,7 @@ class Trainer:
     flight: StepsInFlight | None = None
     partial: PartialRollout | None = None
     _opened: dict[int, Opened] = field(default_factory=dict)
-    _restored: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    _restored: dict[Any, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.spec.staleness and self.graph.refill:
@@ -154,6 +154,8 @@ class Trainer:
             self.loader.load_state_dict(state["data"])
         self.done = state["step"]
         self._restored = dict(state.get("ahead", {}))
+        if self.partial is not None:
+            self.partial.restore(self._restored)
 
     def _save(self, metrics: dict[str, float], *, last: bool, stop: bool) -> None:
         """Save the step that was done where one is due; wait for the files where the run ends.
@@ -300,8 +302,10 @@ class Trainer:
             self.flight.settle()
             self.log.timeline.append(self.flight.new_spans())
 
-    def _ahead(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The samples of the steps that are not trained yet."""
+    def _ahead(self) -> Mapping[Any, Mapping[str, Any]]:
+        """The samples of the steps that are not trained yet, by step, or those that are begun."""
+        if self.partial is not None:
+            return self.partial.state()
         if self.flight is None:
             return {}
         self._settle()

@@ -204,6 +204,7 @@ def _world(launcher: LauncherWorld, device: str, limit_s: float) -> Iterator[Wor
             device=device,
             local_rank=launcher.local_rank,
             limit_s=limit_s,
+            meets_at=(launcher.master_addr, launcher.master_port),
         )
     finally:
         with contextlib.suppress(RuntimeError):

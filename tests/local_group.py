@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from rolemesh.engine.batch_ref import BatchRef, pack, unpack
 from rolemesh.engine.future import DataProtoFuture, Outcome, RankSpan
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
+from rolemesh.parallel.weights import export_hf
 
 _BLOCKS: dict[int, Any] = {}
 _NUMBERS = itertools.count()
@@ -41,12 +43,9 @@ class LocalGroup:
     def ask(self, method: str, *args: Any, ranks: Any = None, timeout_s: float = 0.0) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
-    def export_weights(self, blocking: bool = True) -> Any:
-        """Whole: there are no other processes to meet."""
-        return self.stream_weights(blocking=blocking)
-
     def __getattr__(self, method: str) -> Any:
-        does = self._load if method == "load_weights" else getattr(self.worker, method)
+        own = {"export_weights": self._export, "load_weights": self._load}
+        does = own.get(method) or getattr(self.worker, method)
 
         def call(*args: Any, blocking: bool = True, rows: Any = None, **kwargs: Any) -> Any:
             start_s = time.time()
@@ -57,6 +56,13 @@ class LocalGroup:
             return future.get() if blocking else future
 
         return call
+
+    def _export(self) -> list[tuple[str, Tensor]]:
+        """Whole: there are no other processes to meet."""
+        model = self.worker.model
+        with model.use("weights"):
+            exported = export_hf(model.weights(), model.shape, model.layout, model.groups)
+            return [(name, tensor.clone()) for name, tensor in exported]
 
     def _load(self, weights: Any, version: int) -> None:
         self.worker.engine.load_weights(weights)

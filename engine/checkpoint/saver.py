@@ -23,8 +23,10 @@ from rolemesh.parallel.durable_files import FileRecord, read_record, sync_files,
 from rolemesh.parallel.weights.save import COPIED
 
 STATE, RANDOM, PLAN, HF, AHEAD = "trainer.json", "random.pt", "plan.yaml", "hf", "ahead.pt"
-Ahead = Mapping[int, Mapping[str, torch.Tensor]]
-"""By step the samples that were generated before the steps in front of it were trained."""
+Ahead = Mapping[Any, Mapping[str, Any]]
+"""By step the samples that were generated before the steps in front of it were trained, or those that are
+begun.
+"""
 _POLL_S = 0.2
 _FAILED_IN_A_ROW = 3
 

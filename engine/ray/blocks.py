@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import ray
 
 from rolemesh.engine.batch_ref import BatchRef, pack, split_points, unpack
@@ -31,20 +30,15 @@ def fetch_batch(ref: BatchRef, timeout_s: float = FETCH_TIMEOUT_S) -> DataProto:
     return unpack(ref, dict(zip(handles, _get(handles, timeout_s, ref.fetch_nbytes), strict=True)))
 
 
-def fetch_array(handle: Any, timeout_s: float = FETCH_TIMEOUT_S) -> np.ndarray:
-    """One stored array, a read-only view of the object store. Raises CallTimeout."""
-    return _get([handle], timeout_s, None)[0]
-
-
 def batch_future(proto: DataProto, dp_sizes: Iterable[int] = (1,)) -> DataProtoFuture:
     """A batch of the driver's own as a handle: stored once, however many calls it is given to."""
     ref = put_batch(proto, dp_sizes)
     return DataProtoFuture.completed(ref, name="batch", fetch=fetch_batch, timeout_s=FETCH_TIMEOUT_S)
 
 
-def _get(handles: list[Any], timeout_s: float, nbytes: int | None) -> list[Any]:
+def _get(handles: list[Any], timeout_s: float, nbytes: int) -> list[Any]:
     try:
         return ray.get(handles, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
-        size = "" if nbytes is None else f" ({nbytes / 2**20:.1f} MiB)"
-        raise CallTimeout(f"{len(handles)} blocks{size} did not arrive within {timeout_s:g} s") from error
+        size = f"{nbytes / 2**20:.1f} MiB"
+        raise CallTimeout(f"{len(handles)} blocks ({size}) did not arrive within {timeout_s:g} s") from error

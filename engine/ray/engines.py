@@ -19,8 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rolemesh.engine.errors import CallTimeout
-from rolemesh.engine.named_tensors import NamedTensors, NamedTensorsRef
-from rolemesh.engine.ray.blocks import fetch_array
+from rolemesh.engine.rollout.kept_weights import KeptWeights
 from rolemesh.engine.rollout.requests import Request, Sample
 from rolemesh.engine.rollout.sampling import RolloutError
 from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine, VLLMSpec
@@ -61,8 +60,8 @@ class EngineHost:
         self._engine = VLLMEngine(self._spec)
         return os.getpid()
 
-    def load_weights(self, weights: NamedTensorsRef, version: int) -> None:
-        self._started.load_weights(NamedTensors(weights, fetch_array), version)
+    def load_weights(self, of_ranks: Sequence[KeptWeights], version: int) -> None:
+        self._started.load_weights(of_ranks, version)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         yield from self._started.generate(requests)
@@ -121,9 +120,9 @@ class EngineProcess:
         """Wait for the engine to be ready."""
         self.pid = self._call("start", limit_s=START_S)
 
-    def load_weights(self, weights: NamedTensorsRef, version: int) -> None:
-        """Replace the engine's weights; it fetches them itself."""
-        self._call("load_weights", weights, version)
+    def load_weights(self, of_ranks: Sequence[KeptWeights], version: int) -> None:
+        """Replace the engine's weights; its processes read them where they are kept."""
+        self._call("load_weights", tuple(of_ranks), version)
 
     def sleep(self) -> None:
         """Give the devices' memory back until the next call."""

@@ -19,19 +19,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import ray
 import torch
 import torch.distributed as dist
 
 from rolemesh.engine.batch_ref import BatchRef, pack
-from rolemesh.engine.columns import dtype_name, tensor_to_array
 from rolemesh.engine.dispatch import OutputCuts
-from rolemesh.engine.named_tensors import NamedTensor, NamedTensors, NamedTensorsRef
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.ray.blocks import fetch_array, fetch_batch
+from rolemesh.engine.ray.blocks import fetch_batch
 from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES
 from rolemesh.engine.worker import Worker, WorkerContext
 from rolemesh.engine.worker_log import WorkerLog
@@ -288,28 +285,14 @@ class Host:
     def _resolve(self, value: Any, materialize: bool) -> Any:
         if isinstance(value, BatchRef) and materialize:
             return self._fetch(value)
-        if isinstance(value, NamedTensorsRef):
-            return NamedTensors(value, self._fetch_tensor)
         return value
 
     def _fetch(self, ref: BatchRef) -> DataProto:
         self._nbytes_fetched += ref.fetch_nbytes
         return fetch_batch(ref, self._place.fetch_timeout_s)
 
-    def _fetch_tensor(self, ref: Any) -> np.ndarray:
-        array = fetch_array(ref, self._place.fetch_timeout_s)
-        self._nbytes_fetched += array.nbytes
-        return array
-
     def _blocks(self, value: Any, cuts: OutputCuts | None) -> Generator[Any, Any, Any]:
         """Yield the parts of a result that are stored, and return what stands for them in the reply."""
-        if isinstance(value, Generator):
-            tensors: list[NamedTensor] = []
-            for name, tensor in value:
-                array = tensor_to_array(tensor)
-                tensors.append(NamedTensor(name, dtype_name(tensor.dtype), array.nbytes, len(tensors)))
-                yield array
-            return NamedTensorsRef(tuple(tensors))
         if isinstance(value, DataProto):
             manifest, blocks = pack(value, cuts.of(len(value)) if cuts else ())
             for block in blocks:  # noqa: UP028  Ray sends a value into the generator: a list has no `send`

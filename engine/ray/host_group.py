@@ -19,7 +19,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.errors import CallError, CallTimeout, WorkerDied, WorkerError
-from rolemesh.engine.named_tensors import NamedTensorsRef
 from rolemesh.engine.parts import PartRef
 from rolemesh.engine.ray.host import STACK_GAP, Host, HostInfo, HostPlace, HostState, PartHead, Reply, Request
 from rolemesh.engine.worker_log import ENDED
@@ -318,7 +317,10 @@ class _Watch:
         """The failure that the others come from: a death, else the first; where ranks are still busy after an
         error, one of them may be gone, which was the cause then.
         """
-        by_time = [error for _, error in sorted(self._failures, key=_rank_of)]
+        by_time = [
+            error
+            for _, error in sorted(self._failures, key=lambda failure: (_follows(failure[1]), failure[0]))
+        ]
         death = next((error for error in by_time if isinstance(error, WorkerDied)), None)
         if death is None and self._busy and isinstance(by_time[0], WorkerError):
             death = self._group.unreachable(self._busy.values(), self._role, self._operation)
@@ -391,18 +393,15 @@ class _Watch:
         )
 
 
-def _rank_of(failure: tuple[float, CallError]) -> tuple[bool, float]:
-    """The first failure counts, and one for want of another rank only where there is no other."""
-    when_s, error = failure
-    return isinstance(error.__cause__, TransferError), when_s
-
-
 def _with_blocks(value: Any, blocks: list[Any], node: str) -> Any:
     if isinstance(value, BatchRef):
         return value.stored(blocks, node)
-    if isinstance(value, NamedTensorsRef):
-        return NamedTensorsRef(tuple(replace(t, ref=blocks[t.ref]) for t in value.tensors))
     return value
+
+
+def _follows(error: CallError) -> bool:
+    """Whether a rank failed as another one left a transfer, which comes before that one tells its error."""
+    return isinstance(error.__cause__, TransferError)
 
 
 def _ray_reason(error: RayError) -> str:

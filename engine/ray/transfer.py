@@ -52,12 +52,6 @@ class Offer(DataProtoFuture):
             )
         self._taken_by = name
 
-    def stored(self) -> DataProtoFuture:
-        """The weights in the object store instead, whole, for a method that takes them so."""
-        handle: DataProtoFuture = self.group.stream_weights(blocking=False)
-        handle.add_done_callback(lambda _: _copy(handle._source, self.outcome))
-        return handle
-
     def give(self, meeting: Meeting) -> Outcome:
         """Run the giving side, on a queue's thread."""
         return self.group._run(

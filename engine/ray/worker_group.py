@@ -153,8 +153,6 @@ class RayWorkerGroup:
                 raise DispatchError(f"{self.role}.{method} ends when someone takes: do not wait for it")
             return Offer(self, method, registration, kwargs, limit_s)
         if args and isinstance(args[0], Offer):
-            if registration.transfer != "takes":
-                return self._call(method, registration, args[0].stored(), blocking=blocking, **kwargs)
             future = take(self, method, registration, args[0], kwargs, limit_s)
             return future.get() if (registration.blocking if blocking is None else blocking) else future
         feed = PartFeed() if registration.parts else None

@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from rolemesh.engine.rollout.kept_weights import KeptWeights
 from rolemesh.engine.rollout.requests import Request, Sample
 from rolemesh.engine.rollout.sampling import RolloutError, SamplingOptions
 
-BUCKET_BYTES = 64 * 2**20
 CPU_BLOCK_TOKENS = 32  # vLLM's default on a CPU is 128, and only whole blocks are shared between samples
 _EXTENSION = "rolemesh.engine.rollout.vllm_weights.WeightsExtension"
 _ENVIRONMENT = {
@@ -110,17 +108,15 @@ class VLLMEngine:
         if spec.sampling.temperature != 1:  # then vLLM's log-probs are those of the policy at the temperature
             self.llm.collective_rpc("scale_logits", args=(1 / spec.sampling.temperature,))
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights in place by `(Hugging Face name, whole tensor)` pairs, and forget what was
-        computed with the old ones.
+    def load_weights(self, of_ranks: Sequence[KeptWeights], version: int) -> None:
+        """Replace all weights in place by what is kept for each tp rank, and forget what was computed with
+        the old ones.
 
-        Raises RolloutError for parameters that no pair covered.
+        Raises RolloutError for parameters that got none; there are no weights then.
         """
+        self.version = -1
         self.wake("weights")
-        self.llm.collective_rpc("begin_weights")
-        for bucket in _buckets(weights):
-            self.llm.collective_rpc("take_weights", args=(bucket,))
-        lacking = sorted(set().union(*self.llm.collective_rpc("end_weights")))
+        lacking = sorted(set().union(*self.llm.collective_rpc("load_kept", args=(tuple(of_ranks),))))
         if lacking:
             raise RolloutError(f"{len(lacking)} parameters got no weights: {', '.join(lacking[:5])}")
         if not self.llm.reset_prefix_cache():
@@ -239,14 +235,3 @@ def _kv_bytes(config: Any, tokens: int) -> int:
     per_token *= (1 if model.use_mla else 2) * torch.empty(0, dtype=model.dtype).element_size()
     block = config.cache_config.block_size or 16
     return per_token * block * (math.ceil(tokens / block) + 1)
-
-
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """The pairs in order, so many at a time that they hold `BUCKET_BYTES`; one is always allowed."""
-    pairs = iter(weights)
-    while bucket := list(islice(pairs, 1)):
-        size = bucket[0][1].nbytes
-        while size < BUCKET_BYTES and (more := list(islice(pairs, 1))):
-            bucket += more
-            size += more[0][1].nbytes
-        yield bucket

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,14 +21,12 @@ from typing import Any
 import torch.distributed as dist
 
 from rolemesh.engine.batch_ref import BatchRef
-from rolemesh.engine.columns import dtype_name, tensor_to_array
 from rolemesh.engine.dispatch import OutputCuts
 from rolemesh.engine.errors import CallTimeout, WorkerDied, WorkerError
 from rolemesh.engine.future import RankSpan
-from rolemesh.engine.named_tensors import NamedTensor, NamedTensors, NamedTensorsRef
 from rolemesh.engine.parts import PartRef
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.spmd.held import Held, fetch_batch, stored
+from rolemesh.engine.spmd.held import fetch_batch, stored
 from rolemesh.engine.worker import Worker, WorkerContext
 from rolemesh.kernels.forms import record_kernels
 from rolemesh.parallel.sealed import sealed, unsealed
@@ -63,7 +61,9 @@ class Reply:
 
 
 class World:
-    """All ranks, seen from one. torch.distributed is initialised; `store` is shared by the ranks."""
+    """All ranks, seen from one. torch.distributed is initialised; `store` is shared by the ranks, and a
+    TCPStore that they all reach is at `meets_at`.
+    """
 
     def __init__(
         self,
@@ -74,10 +74,14 @@ class World:
         device: str,
         local_rank: int,
         limit_s: float,
+        meets_at: tuple[str, int],
     ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.node, self.device, self.local_rank, self.limit_s = node, device, local_rank, limit_s
+        self.meets_at = meets_at
         self.workers: dict[str, Worker] = {}
+        self._notes: dict[str, Any] = {}
+        self._shared: dict[str, Any] = {}
         self._store: Any = store  # its types know values of text only
         self._ask_store: Any = ask_store
         self._asks = 0
@@ -110,6 +114,8 @@ class World:
             layout=layout,
             collective_timeout_s=self.limit_s,
             fetch=fetch_batch,
+            notes=self._notes,
+            shared=self._shared,
         )
         worker.__init__(*args, **kwargs)  # type: ignore[misc]
         self.workers[role] = worker
@@ -241,6 +247,7 @@ class World:
 
     def _carried_out(self, request: Request) -> Reply:
         start_s, fetched = time.time(), _Fetched()
+        self._notes.clear()
         args = [fetched.resolved(value, request.materialize) for value in request.args]
         kwargs = {
             name: fetched.resolved(value, request.materialize) for name, value in request.kwargs.items()
@@ -248,7 +255,8 @@ class World:
         with record_kernels() as kernels:
             value = getattr(self.workers[request.role], request.method)(*args, **kwargs)
             value = _parts(value, request.cuts) if request.parts else _kept(value, request.cuts)
-        span = RankSpan(self.rank, start_s, time.time(), fetched.nbytes, tuple(sorted(kernels)))
+        names = tuple(sorted(kernels))
+        span = RankSpan(self.rank, start_s, time.time(), fetched.nbytes, names, dict(self._notes))
         return Reply(value, span)
 
     def _cause(self, request: Request, error: BaseException) -> Exception:
@@ -283,19 +291,10 @@ class _Fetched:
         if isinstance(value, BatchRef) and materialize:
             self.nbytes += value.fetch_nbytes
             return fetch_batch(value)
-        if isinstance(value, NamedTensorsRef):
-            self.nbytes += value.nbytes
-            return NamedTensors(value, lambda held: held.value)
         return value
 
 
 def _kept(value: Any, cuts: OutputCuts | None) -> Any:
-    if isinstance(value, Generator):
-        tensors = []
-        for name, tensor in value:
-            array = tensor_to_array(tensor).copy()
-            tensors.append(NamedTensor(name, dtype_name(tensor.dtype), array.nbytes, Held(array)))
-        return NamedTensorsRef(tuple(tensors))
     if isinstance(value, DataProto):
         return stored(value, cuts.of(len(value)) if cuts else ())
     return value

@@ -5,12 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import resource
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.engine.dispatch import (
     CustomDispatch,
+    DispatchError,
     OutputCuts,
     Registration,
     Rows,
@@ -24,6 +26,7 @@ from rolemesh.engine.parts import join_parts
 from rolemesh.engine.spmd.held import fetch_batch, given
 from rolemesh.engine.spmd.rank import Request, World
 from rolemesh.engine.worker import Worker
+from rolemesh.parallel.weights.transfer_link import Meeting
 from rolemesh.placement.layout import Layout
 
 
@@ -40,6 +43,23 @@ class PeakMemory:
 
     peak_bytes: int
     what: str = "resident memory of rank 0, libraries included"
+
+
+class Offer(DataProtoFuture):
+    """Weights that a group gives to the first method they are passed to; done when it has given them."""
+
+    def __init__(self, name: str, n_ranks: int, give: Callable[[Meeting], Outcome], limit_s: float) -> None:
+        self.outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+        super().__init__(self.outcome, name=name, fetch=fetch_batch, timeout_s=limit_s)
+        self.n_ranks, self._give = n_ranks, give
+
+    def give(self, meeting: Meeting) -> None:
+        """Let every rank give. Raises what it raises."""
+        try:
+            self.outcome.set_result(self._give(meeting))
+        except Exception as error:
+            self.outcome.set_exception(error)
+            raise
 
 
 class SpmdWorkerGroup:
@@ -61,11 +81,9 @@ class SpmdWorkerGroup:
         self.world, self.layout, self.role, self.resource_pool = world, layout, role, pool
         self.timeout_s = timeout_s
         self._dp_sizes = tuple(sorted(dp_sizes))
-        registered = registered_methods(cls)
-        for name, registration in registered.items():
-            # Every rank has every role: there is nobody else to meet, so weights go whole.
-            does = "stream_weights" if registration.transfer == "gives" else name
-            method = functools.partial(self._call, does, registered[does])
+        self._meetings: dict[str, Meeting] = {}  # by whose weights come
+        for name, registration in registered_methods(cls).items():
+            method = functools.partial(self._call, name, registration)
             setattr(self, name, functools.update_wrapper(method, getattr(cls, name)))
 
     if TYPE_CHECKING:  # the registered methods, bound by `__init__`
@@ -99,14 +117,41 @@ class SpmdWorkerGroup:
         **kwargs: Any,
     ) -> Any:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        name = f"{self.role}.{method}"
+        if registration.transfer == "gives":
+            give = lambda meeting: self._run(method, registration, (meeting,), kwargs, None, limit_s)  # noqa: E731
+            return Offer(name, self.world_size, give, limit_s)
         result: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
         try:
+            if registration.transfer == "takes":
+                args = (self._given(name, *args),)
             result.set_result(self._run(method, registration, args, kwargs, rows, limit_s))
         except Exception as error:
             result.set_exception(error)
-        name = f"{self.role}.{method}"
         future = DataProtoFuture(result, name=name, fetch=fetch_batch, timeout_s=limit_s)
         return future.get() if (registration.blocking if blocking is None else blocking) else future
+
+    def _given(self, name: str, offer: Offer) -> Meeting:
+        """Where the weights of an offer are, given: roles share their processes."""
+        if offer.n_ranks != self.world_size:
+            raise DispatchError(
+                f"{name} is {self.world_size} ranks, {offer.name} {offer.n_ranks}: without Ray they must be "
+                "the same processes"
+            )
+        if offer.name not in self._meetings:
+            address, port = self.world.meets_at
+            self._meetings[offer.name] = Meeting(
+                pair=f"{offer.name}>{name}",
+                id=uuid.uuid4().hex,
+                address=address,
+                port=port,
+                n_sources=offer.n_ranks,
+                n_targets=self.world_size,
+                together=True,
+                limit_s=self.world.limit_s,
+            )
+        offer.give(self._meetings[offer.name])
+        return self._meetings[offer.name]
 
     def _run(
         self,

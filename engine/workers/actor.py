@@ -17,7 +17,6 @@ from rolemesh.engine.workers.metrics import combine_steps
 from rolemesh.engine.workers.weights import give, gives_weights
 from rolemesh.kernels import aggregate, kl, loss_denominators
 from rolemesh.parallel.micro_batches import MicroBatch
-from rolemesh.parallel.weights import export_hf
 from rolemesh.parallel.weights.plan import canonical_name
 from rolemesh.parallel.weights.transfer_link import Meeting
 from rolemesh.parallel.weights.transfer_sides import MegatronSide
@@ -140,10 +139,3 @@ class ActorWorker(AdvantageWorker, MegatronWorker):
     def _lend_weights(self) -> Iterator[Mapping[str, Tensor]]:
         with self.model.use("weights"):
             yield {canonical_name(name): tensor.detach() for name, tensor in self.model.weights().items()}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, whole, one at a time, through the object store."""
-        model = self.model
-        with model.use("weights"):
-            yield from export_hf(model.weights(), model.shape, model.layout, model.groups)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from rolemesh.engine.dispatch import Dispatch, register
-from rolemesh.engine.named_tensors import NamedTensors
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import HFRollout, SamplingOptions
@@ -44,16 +43,13 @@ class RolloutWorker(Worker):
         return self.engine.n_params
 
     @takes_weights
-    def load_weights(self, weights: Meeting | NamedTensors, version: int = 0) -> None:
+    def load_weights(self, meeting: Meeting, version: int = 0) -> None:
         """Take the actor's weights, all of them, each to where it is used; `version` says after how many
         updates they are.
         """
         engine = self.engine
-        if isinstance(weights, NamedTensors):
-            engine.load_weights(weights)
-        else:
-            side = EngineSide(engine.shape, engine.dtype, replicas=self.world_size)
-            engine.load_weights(take(self, weights, side, engine.place))
+        side = EngineSide(engine.shape, engine.dtype, replicas=self.world_size)
+        engine.load_weights(take(self, meeting, side, engine.place))
         self.version = version
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True)

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.dispatch import Dispatch, register
-from rolemesh.engine.named_tensors import NamedTensors
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.engines import EngineDied, EngineProcess
+from rolemesh.engine.rollout.kept_weights import KeptWeights, WeightKeeper
 from rolemesh.engine.rollout.requests import Rows, Sample
 from rolemesh.engine.rollout.sampling import RolloutError
 from rolemesh.engine.rollout.vllm import EngineSpec
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.baseline import as_baseline, as_prompts, prompts_once
+from rolemesh.engine.workers.weights import take, takes_weights
+from rolemesh.parallel.weights.transfer_link import Meeting
+from rolemesh.parallel.weights.transfer_sides import EngineSide
+from rolemesh.placement.model import ModelShape
 from rolemesh.placement.steps.operations import SEQUENCES
 
 MOST_PARTS = 16  # of one call on one replica: finished samples wait for so many of them
@@ -55,8 +61,8 @@ def replica_places(worker: Worker) -> list[str]:
 class VLLMRolloutWorker(Worker):
     """One rank of the rollout role. The first of a replica has the engine; the others hold devices for it.
 
-    The engine's weights come from the actor, by `load_weights`, before the first use, and stay in the object
-    store for an engine that has to take another's place.
+    The weights come from the actor, by `load_weights`, before the first use: to each rank its tensor-parallel
+    part. It keeps that, for its engine to read and for one that has to take the engine's place.
     """
 
     def __init__(self, spec: VLLMRolloutSpec) -> None:
@@ -64,7 +70,7 @@ class VLLMRolloutWorker(Worker):
         self.version = -1
         self.n_restarts = 0
         self._engine: EngineProcess | None = None
-        self._weights: NamedTensors | None = None
+        self._weights: tuple[KeptWeights, ...] = ()  # of the replica's ranks; none before the first transfer
         self._devices: list[str] = []
 
     @property
@@ -74,24 +80,37 @@ class VLLMRolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Start the engines, without weights. Raises RolloutError for a replica on several nodes."""
+        """Start the engines, without weights. Raises RolloutError for a replica on several nodes, or where
+        there is no memory to keep the weights in.
+        """
         places = replica_places(self)
+        engine = self.spec.engine
+        shape = ModelShape.from_config(json.loads((Path(engine.path) / "config.json").read_text()))
+        self._side = EngineSide(shape, getattr(torch, engine.dtype), self.layout.tp, self.layout.dp)
+        self._keeper = WeightKeeper(self._side, self.layout.coords(self.rank).tp)
         if self.leads:
             if self.device.type == "cuda":
                 ranks = self.layout.replica(self.layout.coords(self.rank).dp)
                 self._devices = [places[rank] for rank in ranks]
             self._start()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, weights: NamedTensors, version: int | None = None) -> None:
+    @takes_weights
+    def load_weights(self, meeting: Meeting, version: int | None = None) -> None:
         """Take the actor's weights, all of them. `version` numbers them; without, each is one more than the
-        last.
+        last. While they come, and after a failure, there are none.
         """
-        self.version = self.version + 1 if version is None else version
+        self.version, self._weights = self.version + 1 if version is None else version, ()
+        for _ in take(self, meeting, self._side, self._keeper.place):
+            pass
+        self.context.notes["kept_bytes"] = self._keeper.n_bytes
+        of_ranks = [self._keeper.weights] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(of_ranks, self._keeper.weights)  # all have their part, too
+        own = self.layout.replica(self.layout.coords(self.rank).dp)
+        self._weights = tuple(of_ranks[rank] for rank in own)
         if self.leads:
-            self._weights, self.n_restarts = weights, 0
-            self.context.notes["received_bytes"] = weights.handle.nbytes  # by the engine
-            self._surely(lambda engine: engine.load_weights(weights.handle, self.version))
+            self.n_restarts = 0
+            self._surely(lambda engine: engine.load_weights(self._weights, self.version))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True, materialize_futures=False)
     def generate_sequences(self, prompts: BatchRef, greedy: bool = False) -> Iterator[Part]:
@@ -125,6 +144,8 @@ class VLLMRolloutWorker(Worker):
         return None if self._engine is None else self._engine.pid
 
     def _generate(self, batch: DataProto, greedy: bool) -> Iterator[Part]:
+        if not self._weights:
+            raise RolloutError(f"{self.name} has no weights: load_weights has not been called, or has failed")
         rows = Rows(batch, replace(self.spec.engine.sampling, do_sample=not greedy))
         done = [row for row, finished in enumerate(rows.finished) if finished]
         enough = max(1, len(batch) // MOST_PARTS)
@@ -197,8 +218,8 @@ class VLLMRolloutWorker(Worker):
             _log.warning("%s; starting another (%d of %d)", error, self.n_restarts, self.spec.restarts)
             try:
                 self._start()
-                if self._weights is not None:
-                    self._live.load_weights(self._weights.handle, self.version)
+                if self._weights:
+                    self._live.load_weights(self._weights, self.version)
                 return
             except EngineDied as again:
                 error = again

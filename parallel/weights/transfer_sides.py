@@ -79,8 +79,8 @@ class MegatronSide:
 class EngineSide:
     """Generation engines: `replicas` of them over `tp` ranks each, rank = replica * tp + tp rank.
 
-    A rank's tensors have Hugging Face names and whole shapes; of a tensor that vLLM cuts over tp, only the
-    rank's own part is filled in, which is all that vLLM's loaders read. `tp` 1 is a full copy.
+    A rank's tensors have Hugging Face names. Of one that vLLM cuts over tp it holds its own part alone, all
+    that vLLM's loaders read of it: `parts` says which. `tp` 1 is a full copy.
     """
 
     shape: ModelShape
@@ -96,8 +96,18 @@ class EngineSide:
         return torch.float32 if tensor in _kept_in_fp32(self.shape) else self.dtype
 
     def holdings(self) -> Sequence[Mapping[str, Cut]]:
-        of_tp = [dict(_engine_cuts(self.shape, self.tp, rank)) for rank in range(self.tp)]
+        of_tp = [
+            {tensor.name: _held(tensor.name, part) for tensor, part in self.parts(rank)}
+            for rank in range(self.tp)
+        ]
         return of_tp * self.replicas
+
+    def parts(self, tp_rank: int) -> Iterator[tuple[HfTensor, tuple[slice, ...]]]:
+        """Every tensor of the model, in its order, and which numbers of it the tp rank holds; maybe none."""
+        for rule in _whole_model(self.shape):
+            for tensor in rule.tensors:
+                own = rule.rule if isinstance(rule, Expert) else rule
+                yield tensor, _engine_part(own, tensor, self.tp, tp_rank)
 
     def __str__(self) -> str:
         cut = f" over tp={self.tp}" if self.tp > 1 else ""
@@ -110,12 +120,10 @@ def _kept_in_fp32(shape: ModelShape) -> frozenset[str]:
     return frozenset(tensor.name for rule in _whole_model(shape) for tensor in rule.tensors if tensor.fp32)
 
 
-def _engine_cuts(shape: ModelShape, tp: int, rank: int) -> Iterator[tuple[str, Cut]]:
-    for rule in _whole_model(shape):
-        for tensor in rule.tensors:
-            part = _engine_part(rule.rule if isinstance(rule, Expert) else rule, tensor, tp, rank)
-            empty = any(side.start == side.stop for side in part)
-            yield tensor.name, Cut(tensor.shape, () if empty else (Piece(tensor.name, part, part),))
+def _held(name: str, part: tuple[slice, ...]) -> Cut:
+    sizes = tuple(side.stop - side.start for side in part)
+    own = tuple(slice(0, size) for size in sizes)
+    return Cut(sizes, (Piece(name, part, own),) if all(sizes) else ())
 
 
 def _whole_model(shape: ModelShape) -> Iterator[Rule]:

@@ -30,14 +30,14 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.alone
-def test_four_ways_bring_the_same_weights() -> None:
+def test_three_ways_bring_the_same_weights() -> None:
     done = run("--hidden", "128", "--layers", "2", "--repeats", "1", "--pp", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "right values: yes; at most 1.02 of the bytes: yes; no process beyond its buckets: yes" in done.stdout
     )
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line[:1].isalpha()}
-    assert {"planned", "network", "gathered", "stored"} <= rows.keys()
+    assert {"planned", "network", "gathered"} <= rows.keys()
 
 
 @pytest.mark.full

@@ -19,7 +19,6 @@ from rolemesh.engine.dispatch import (
     registered_methods,
     share,
 )
-from rolemesh.engine.named_tensors import NamedTensor, NamedTensorsRef
 from rolemesh.engine.protocol import DataProto
 from rolemesh.placement.layout import Layout
 
@@ -215,18 +214,6 @@ def test_blocks_cut_for_known_consumers_are_fetched_whole(store, n_rows, produce
     )
     for shard in whole.chunk(consumer):
         assert shard.fetch_nbytes <= 1.1 * shard.nbytes
-
-
-def test_weights_of_several_ranks_become_one_handle(store):
-    parts = [
-        NamedTensorsRef((NamedTensor("a", "float32", 4, "r0"), NamedTensor("b", "float32", 4, "r1"))),
-        NamedTensorsRef(()),
-        NamedTensorsRef((NamedTensor("b", "float32", 4, "r2"), NamedTensor("c", "float32", 8, "r3"))),
-    ]
-    group, method = Group(Layout(dp=3)), registration(Dispatch.ONE_TO_ALL)
-    merged = collect(method, group, share(method, group, [], {}), parts)
-    assert [tensor.ref for tensor in merged.tensors] == ["r0", "r1", "r3"]
-    assert merged.nbytes == 16
 
 
 def test_registered_methods_are_found_in_bases_too():

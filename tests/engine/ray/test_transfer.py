@@ -68,11 +68,12 @@ class Taker(Worker):
     def load_weights(self, meeting, version: int, stop_at: str | None = None) -> dict:
         side = EngineSide(ModelShape(**SIZES), torch.float32, self.layout.tp, self.layout.dp)
         held, right = side.holdings()[self.rank], 0
+        full = EngineSide(side.shape, torch.float32).holdings()[0]
         for name, tensor in take(self, meeting, side):
             if name == stop_at:
                 raise KeyError(name)
             for piece in held[name].pieces:
-                expected = whole(name, tuple(tensor.shape), version)
+                expected = whole(name, full[name].shape, version)
                 right += tensor[piece.target].equal(expected[piece.source])
         return {"right": right, "pieces": sum(len(cut.pieces) for cut in held.values())}
 

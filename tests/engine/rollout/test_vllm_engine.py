@@ -1,14 +1,18 @@
 """A real vLLM engine in this process, against a plain forward pass and greedy decoding of transformers."""
 
 import importlib.util
+import multiprocessing
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kept import engine_side, keep
+from safetensors.torch import load_file
 from tiny import tiny_checkpoint, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -16,6 +20,8 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import RolloutError, SamplingOptions
 from rolemesh.engine.rollout.requests import Rows, Sample
 from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine
+from rolemesh.parallel.weights.pieces import HfTensor
+from rolemesh.parallel.weights.transfer_sides import EngineSide
 
 pytestmark = [
     pytest.mark.full,
@@ -64,9 +70,48 @@ def model(checkpoint: Path) -> PreTrainedModel:
 @pytest.fixture
 def engine(started: VLLMEngine, model: PreTrainedModel) -> Iterator[VLLMEngine]:
     """The engine with the checkpoint's weights."""
-    started.load_weights(model.named_parameters(), 0)
+    load(started, model, 0)
     yield started
     started.wake()
+
+
+def side(engine: VLLMEngine) -> EngineSide:
+    return engine_side(Path(engine.spec.path), engine.spec.tp)
+
+
+def load(engine: VLLMEngine, model: PreTrainedModel, version: int) -> None:
+    """Give the engine a model's weights, as a rollout's ranks keep them."""
+    keepers = keep(side(engine), model.state_dict())
+    engine.load_weights([keeper.weights for keeper in keepers], version)
+
+
+def checksums(worker: Any) -> dict[str, float]:
+    """In vLLM's worker: the sum of each tensor's numbers, by its Hugging Face name."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    parts = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+    sums: dict[str, float] = {}
+    model = worker.model_runner.get_model()
+    for name, module in model.named_modules():
+        block, _, last = name.rpartition(".")
+        if isinstance(module, LinearBase):
+            ones = torch.ones(1, module.input_size_per_partition)
+            rows = module.quant_method.apply(module, ones, None)[0].double()
+            sizes = getattr(module, "output_partition_sizes", [len(rows)])
+            for part, of_part in zip(parts.get(last, (last,)), rows.split(sizes), strict=True):
+                sums[f"{block}.{part}.weight"] = of_part.sum().item()
+        elif last == "embed_tokens":
+            sums[f"{name}.weight"] = module(torch.arange(module.org_vocab_size)).double().sum().item()
+        elif last == "lm_head":
+            states = torch.ones(1, module.embedding_dim)
+            logits = module.quant_method.apply(module, states)[0, : module.org_vocab_size]
+            sums[f"{name}.weight"] = logits.double().sum().item()
+        elif last.endswith("norm"):
+            sums[f"{name}.weight"] = module.weight.double().sum().item()
+    return sums
 
 
 def batch(lengths: list[int], width: int = 112) -> DataProto:
@@ -163,7 +208,7 @@ def test_after_an_update_greedy_output_is_that_of_transformers_with_the_new_weig
     data = batch([100, 70, 9, 40])
     assert torch.equal(write(engine, data, do_sample=False).batch["responses"], greedy(model, data))
     new = tiny_model(tiny_config("llama", **SIZES), seed=5)
-    engine.load_weights(new.named_parameters(), 1)
+    load(engine, new, 1)
     after = write(engine, data, do_sample=False)
     assert torch.equal(after.batch["responses"], greedy(new, data))
     assert not torch.equal(after.batch["responses"], greedy(model, data))
@@ -196,7 +241,7 @@ def test_an_aborted_response_is_kept_and_continued_with_the_next_weights(
         rows.add(sample)
     begun = rows.columns([0, 1], partial=True)
 
-    engine.load_weights(new.named_parameters(), 1)
+    load(engine, new, 1)
     whole = write(engine, begun, eos_ids=(), do_sample=False).batch
     assert whole["finished"].all()
     for row, sample in enumerate(rest):
@@ -228,25 +273,68 @@ def test_the_engine_sleeps_between_turns_and_wakes_what_it_needs(
     write(engine, batch([9]))
     engine.sleep()
     engine.sleep()
-    engine.load_weights(model.named_parameters(), 1)
+    load(engine, model, 1)
     write(engine, batch([9]))
     engine.sleep()
     write(engine, batch([9]))
     assert calls == [
         "step", "sleep 1",
-        "wake_up weights", "collective_rpc begin_weights", "collective_rpc take_weights",
-        "collective_rpc end_weights", "reset_prefix_cache",
+        "wake_up weights", "collective_rpc load_kept", "reset_prefix_cache",
         "wake_up kv_cache", "step", "sleep 1",
         "wake_up weights", "wake_up kv_cache", "step",
     ]  # fmt: skip
 
 
 def test_weights_that_do_not_cover_the_model_are_refused_by_name(engine: VLLMEngine, model: PreTrainedModel):
-    weights = dict(model.named_parameters())
-    norm = weights.pop("model.norm.weight")
+    class WithoutNorm(EngineSide):
+        def parts(self, tp_rank: int) -> Iterator[tuple[HfTensor, tuple[slice, ...]]]:
+            return (at for at in super().parts(tp_rank) if at[0].name != "model.norm.weight")
+
+    lacking = keep(WithoutNorm(side(engine).shape, torch.float32), dict(model.named_parameters()))
     with pytest.raises(RolloutError, match=r"1 parameters got no weights: model\.norm\.weight"):
-        engine.load_weights(weights.items(), 1)
-    engine.load_weights([*weights.items(), ("model.norm.weight", norm)], 1)
+        engine.load_weights([keeper.weights for keeper in lacking], 1)
+    with pytest.raises(RolloutError, match="the engine has no weights"):
+        write(engine, batch([9]))
+    load(engine, model, 1)
     assert torch.equal(
         write(engine, batch([9]), do_sample=False).batch["responses"], greedy(model, batch([9]))
     )
+
+
+def test_every_layer_computes_with_the_numbers_it_was_given(engine: VLLMEngine, model: PreTrainedModel):
+    """vLLM packs its matrices into forms of its kernels' own, so they are read as what they make of ones and
+    zeros.
+    """
+    load(engine, new := tiny_model(tiny_config("llama", **SIZES), seed=6), 1)
+    (found,) = engine.llm.collective_rpc(checksums)
+    given = {name: parameter.double().sum().item() for name, parameter in new.named_parameters()}
+    assert found == pytest.approx(given, abs=1e-3)
+    assert found != pytest.approx({n: p.double().sum().item() for n, p in model.named_parameters()}, abs=1e-1)
+
+
+FAMILIES = {
+    "llama, one key-value head": ("llama", {}),
+    "qwen2, tied": ("qwen2", {"tied": True, "vocab": 67}),
+    "qwen3_moe": ("qwen3_moe", {"kv_heads": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes"), FAMILIES.values(), ids=FAMILIES)
+def test_an_engine_cut_over_two_processes_takes_each_ones_part(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+):
+    """In a process of its own: vLLM makes one engine in a process."""
+    path = tiny_checkpoint(tmp_path, family, **SIZES | changes)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        got = pool.submit(written_by_two, path).result(400)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert torch.equal(got, greedy(model, batch([40, 9, 70], 80)))
+
+
+def written_by_two(path: Path) -> torch.Tensor:
+    """Greedy responses of an engine over two processes, each of which has no more than its rank's part."""
+    engine = VLLMEngine(EngineSpec(str(path), "float32", OPTIONS, 104, tp=2, kv_tokens=1024))
+    keepers = keep(side(engine), load_file(path / "model.safetensors"))
+    engine.load_weights([keeper.weights for keeper in keepers], 0)
+    return write(engine, batch([40, 9, 70], 80), do_sample=False).batch["responses"]

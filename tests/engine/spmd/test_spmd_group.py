@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,16 +15,20 @@ from gloo import run_ranks
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.errors import WorkerError
-from rolemesh.engine.named_tensors import NamedTensors
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.spmd.held import fetch_batch, put_batch
 from rolemesh.engine.spmd.rank import World
 from rolemesh.engine.spmd.worker_group import Everywhere, SpmdWorkerGroup
 from rolemesh.engine.worker import Worker
+from rolemesh.engine.workers.weights import give, gives_weights, take, takes_weights
+from rolemesh.parallel.weights.transfer_link import Meeting
+from rolemesh.parallel.weights.transfer_sides import EngineSide, MegatronSide
 from rolemesh.placement.layout import Layout
+from rolemesh.placement.model import ModelShape
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
+SHAPE = ModelShape("llama", 2, 32, 64, 4, 2, 8, 101, 64)
 
 
 class Worked(Worker):
@@ -39,13 +44,19 @@ class Worked(Worker):
         for row in reversed(range(len(data))):
             yield Part([row], DataProto.from_dict(tensors={"same": data.batch["x"][[row]]}))
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield f"w{self.rank}", torch.full((3,), float(self.rank), dtype=torch.bfloat16)
+    @gives_weights
+    def export(self, meeting: Meeting) -> None:
+        side = MegatronSide(SHAPE, Layout(tp=self.world_size), torch.float32)
+        tensors = {}
+        for name, cut in side.holdings()[self.rank].items():
+            tensors[name] = torch.zeros(cut.shape)
+            for piece in cut.pieces:
+                tensors[name][piece.target] = len(piece.tensor)
+        give(self, meeting, side, lambda: nullcontext(tensors))
 
-    @register(Dispatch.ONE_TO_ALL)
-    def load(self, weights: NamedTensors) -> dict[str, float]:
-        return {name: tensor.float().sum().item() for name, tensor in weights}
+    @takes_weights
+    def load(self, meeting: Meeting) -> dict[str, torch.Tensor]:
+        return dict(take(self, meeting, EngineSide(SHAPE, torch.float32, replicas=self.world_size)))
 
     @register(Dispatch.RANK_ZERO)
     def first(self) -> int:
@@ -68,7 +79,9 @@ def world_of(rank: int, size: int, layout: Layout, port: int) -> tuple[World, Sp
         dist.TCPStore("127.0.0.1", port, is_master=rank == 0, multi_tenant=True, wait_for_workers=False)
         for _ in range(2)
     ]
-    world = World(*stores, node="here", device="cpu", local_rank=rank, limit_s=60)
+    world = World(
+        *stores, node="here", device="cpu", local_rank=rank, limit_s=60, meets_at=("127.0.0.1", port)
+    )
     world.create("worked", Worked, (), {}, layout)
     group = SpmdWorkerGroup(
         world, Worked, layout=layout, role="worked", pool=Everywhere(), dp_sizes=[layout.dp], timeout_s=60
@@ -92,14 +105,17 @@ def calls(rank: int, size: int, layout: Layout, port: int) -> object:
     batch = put_batch(DataProto.from_dict(tensors={"x": torch.arange(5)}), [layout.dp])
     seen = group.seen_by(batch, blocking=False)
     chained = fetch_batch(group.backwards(seen.rename({"twice": "x"}), blocking=False).ref())
-    weights = group.export(blocking=False)
+    for _ in range(2):  # the processes meet once
+        weights = group.export(blocking=False)
+        loading = group.load(weights, blocking=False)
     result = {
         "rank": seen.get().batch["rank"].tolist(),
         "twice": seen.get().batch["twice"].tolist(),
         "scattered": group.seen_by(batch, rows=[[4, 0], [2]]).batch["twice"].tolist(),
         "chained": chained.batch["same"].tolist(),
-        "names": weights.ref().names,
-        "loaded": group.load(weights),
+        "loaded": loading.get(),
+        "given": weights.get(),
+        "notes": [span.notes for span in loading.spans],
         "first": group.first(),
         "asked": group.ask("told", "rank"),
         "asked one": group.ask("told", "rank", ranks=[size - 1]),
@@ -115,8 +131,13 @@ def test_calls_are_cut_over_dp_and_collected_as_those_of_a_ray_group():
     assert result["rank"] == [0, 0, 0, 1, 1]
     assert result["twice"] == result["chained"] == [0, 2, 4, 6, 8]
     assert result["scattered"] == [0, 4, 8]
-    assert result["names"] == ("w0", "w1")
-    assert result["loaded"] == [{"w0": 0.0, "w1": 3.0}] * 2
+    assert result["given"] == [None, None]
+    for loaded, notes in zip(result["loaded"], result["notes"], strict=True):
+        assert len(loaded) == 21
+        assert all((tensor == len(name)).all() for name, tensor in loaded.items())
+        needed = sum(tensor.nbytes for tensor in loaded.values())
+        assert needed <= notes["received_bytes"] + notes["copied_bytes"] <= 1.02 * needed
+        assert notes["received_bytes"] > 0.2 * needed
     assert result["first"] == 0
     assert result["asked"] == ["rank 0", "rank 1"]
     assert result["asked one"] == ["rank 1"]

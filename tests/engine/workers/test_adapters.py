@@ -14,6 +14,7 @@ from rolemesh.engine.workers.megatron import RoleSpec
 from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.parallel.lora import LoraConfig
 from rolemesh.parallel.optim import OptimConfig
+from rolemesh.parallel.weights import export_hf
 from rolemesh.placement.layout import Layout
 
 pytestmark = pytest.mark.full
@@ -38,7 +39,9 @@ def test_the_reference_is_the_actor_without_its_adapters_before_and_after_update
                 actor.update_actor(data)
             own = actor.compute_ref_log_prob(data).batch["ref_log_prob"]
             later = actor.compute_log_prob(data).batch["old_log_probs"]
-            exported = dict(actor.stream_weights())
+            with actor.model.use("weights"):
+                model = actor.model
+                exported = dict(export_hf(model.weights(), model.shape, model.layout, model.groups))
             found.append((reference, first, own, later, exported))
         return found
 

@@ -1,10 +1,11 @@
 """Real vLLM engines on a pool's bundles, driven by rollout workers, beside a real actor that learns."""
 
 import importlib.util
+import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from kept import engine_side
+from safetensors.torch import load_file
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.errors import WorkerError
+from rolemesh.engine.future import DataProtoFuture
 from rolemesh.engine.partial import PartialRollout, PartialSpec
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch, put_batch
@@ -112,6 +116,14 @@ def greedy(model: PreTrainedModel, data: DataProto) -> torch.Tensor:
     return torch.nn.functional.pad(ids, (0, 64 - ids.shape[1]))
 
 
+def check_received(loading: DataProtoFuture, needed: int, ranks: Sequence[int] = (0, 1)) -> None:
+    """These ranks of the rollout keep `needed` bytes each and have received hardly more."""
+    for span in (loading.spans[rank] for rank in ranks):
+        came = span.notes["received_bytes"] + span.notes["copied_bytes"]
+        assert span.notes["kept_bytes"] == needed
+        assert needed <= came <= 1.02 * needed
+
+
 def test_sampled_log_probs_are_the_trainers(actor: RayWorkerGroup, rollout: RayWorkerGroup):
     written = rollout.generate_sequences(prompts(12))
     scored = actor.compute_log_prob(written)
@@ -133,7 +145,9 @@ def test_after_an_update_greedy_output_is_that_of_transformers_on_the_exported_w
     actor.save_hf(str(tmp_path / "export"))
     loading = rollout.load_weights(actor.export_weights(), version=1, blocking=False)
     loading.get()
-    assert all(span.notes["received_bytes"] > 0 for span in loading.spans)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    check_received(loading, sum(tensor.nbytes for tensor in exported.values()))
+    assert all(span.notes["received_bytes"] > span.notes["kept_bytes"] / 4 for span in loading.spans)
     after = rollout.generate_sequences(prompts(6), greedy=True)
     want = greedy(AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32), prompts(6))
     assert torch.equal(after.batch["responses"], want)
@@ -236,9 +250,13 @@ def test_an_engine_over_two_devices_writes_what_one_on_a_single_device_writes(
     pool: ResourcePool, actor: RayWorkerGroup, rollout: RayWorkerGroup, checkpoint: str
 ):
     wide = rollout_group(pool, Layout(tp=2), "wide", spec(checkpoint, tp=2, sleeps=True))
-    weights = actor.export_weights()
-    for group in (rollout, wide):
-        group.load_weights(weights, version=5)
+    rollout.load_weights(actor.export_weights(), version=5)
+    loading = wide.load_weights(actor.export_weights(), version=5, blocking=False)
+    loading.get()
+    side = engine_side(Path(checkpoint), tp=2)
+    for rank in range(2):
+        needed = sum(4 * math.prod(s.stop - s.start for s in part) for _, part in side.parts(rank))
+        check_received(loading, needed, [rank])
     pids = wide.ask("engine_pid")
     assert pids[1] is None
     for greedy_too in (False, True):

@@ -146,7 +146,7 @@ def check(
     held, names = target.holdings()[rank], []
     for name, tensor in links.take(meeting, rank, what, target):
         names.append(name)
-        assert tensor.shape == saved[name].shape
+        assert tensor.shape == held[name].shape
         for piece in held[name].pieces:
             expected = (saved[name] + again).to(case.target_dtype)
             assert tensor[piece.target].equal(expected[piece.source]), name

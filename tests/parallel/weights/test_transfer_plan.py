@@ -184,7 +184,8 @@ def test_an_engine_rank_gets_its_own_heads_columns_and_rows_of_the_vocabulary():
 
     def part(rank: int, name: str) -> tuple[tuple[int, int], ...]:
         (piece,) = held[rank][name].pieces
-        return tuple((s.start, s.stop) for s in piece.target)
+        assert held[rank][name].shape == tuple(s.stop - s.start for s in piece.source)
+        return tuple((s.start, s.stop) for s in piece.source)
 
     layer = "model.layers.2."
     assert part(1, f"{layer}self_attn.q_proj.weight") == ((8, 16), (0, 16))
