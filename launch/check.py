@@ -122,9 +122,9 @@ def resume_from(run: Run, report: CheckReport) -> None:
     """Find the checkpoint to go on from, and say so."""
     try:
         report.resume = find_checkpoint(run)
-        report.fine("resume", report.resume.lines)
+        report.fine("checkpoint", report.resume.lines)
     except CheckpointError as error:
-        report.problem("resume", [f"run.resume: {error}"])
+        report.problem("checkpoint", [f"run.resume: {error}"])
 
 
 def absent_files(data: Section) -> Iterator[str]:

@@ -62,7 +62,8 @@ class CheckReport:
         lines, before = [], ""
         for row in ordered:
             said = "" if row.state == "ok" else f"{row.state}: "
-            first, *more = f"{said}{row.text}".splitlines() or [""]
+            text = row.text.removeprefix(f"{row.area}: ")
+            first, *more = f"{said}{text}".splitlines() or [""]
             lines.append(f"{'' if row.area == before else row.area:<{width}}  {first}".rstrip())
             lines += [f"{'':<{width}}  {line}".rstrip() for line in more]
             before = row.area

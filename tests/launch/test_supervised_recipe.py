@@ -90,7 +90,7 @@ def problems(kind, folder: Path, *overrides: str) -> str:
 def test_the_check_says_how_the_run_will_be(folder):
     report = check_supervised(load_supervised(RmRecipe, folder / "sft.yaml", ["batch.size=4", "layout.tp=2"]))
     assert report.problems == []
-    assert "data: 10 examples / 4 per update = 3 updates per epoch; 3 updates in all" in report.text()
+    assert "10 examples / 4 per update = 3 updates per epoch; 3 updates in all" in report.text()
     assert "reward: tp=2" in report.text()
     assert "its scalar head starts from zeros" in report.text()
 
