@@ -124,6 +124,8 @@ def _settled(recipe: Recipe, launcher: LauncherWorld) -> list[str]:
         raise RecipeError(
             "rollout.engine vllm has processes of its own, which Ray starts: use engine hf here"
         )
+    if recipe.judge_is_placed:
+        raise RecipeError("reward.path: Ray starts a judge's engines: serve it and name its endpoints here")
     placement = recipe.placement
     if placement.strategy != "colocate":
         raise RecipeError(

@@ -72,7 +72,7 @@ class KeptWeights:
                 memory = torch.frombuffer(mmap.mmap(file.fileno(), self.n_bytes), dtype=torch.uint8)
         except OSError as error:
             raise RolloutError(f"cannot open the weights that a rollout rank keeps: {error}") from error
-        kept: list[KeptTensor] = pickle.loads(memory[self.index :].numpy())
+        kept: list[KeptTensor] = pickle.loads(memory[self.index :].numpy().tobytes())
         for tensor in kept:
             own = tensor.view(memory)
             if own.shape != tensor.shape:
