@@ -1,8 +1,8 @@
 """The directory that one Ray cluster of ours lives in, and the reaper that ends what lives in it.
 
-The reaper (`python -m rolemesh.engine.ray.session DIRECTORY DRIVER`) is a process of its own: it waits until
-its standard input closes, which happens when the driver says so or dies however it dies. Then it kills every
-process but the driver that still writes into the directory, and removes it.
+The reaper (`python -m rolemesh.engine.ray.session DRIVER DIRECTORY [LINKS]`) is a process of its own: it
+waits until its standard input closes, which happens when the driver says so or dies however it dies. Then it
+kills every process but the driver that still writes into the directory, and removes it and its link's folder.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ def session_directory(parent: str | os.PathLike[str] | None) -> Iterator[Path]:
     still writes into it is killed and it is removed. Raises SessionError where it cannot be made.
     """
     root = Path(tempfile.gettempdir() if parent is None else parent).absolute()
-    with contextlib.ExitStack() as ended:
-        session = _new_directory(root)
-        reaper = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(session), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
+    system = Path(tempfile.gettempdir())
+    if too_long(root) and too_long(system, link=True):
+        raise SessionError(
+            f"the system's temporary directory {str(system)!r} is too long: Ray's socket paths would have "
+            f"{longest_socket_path(system, link=True)} characters, the system allows "
+            f"{_SOCKET_PATH_LIMIT}; set TMPDIR"
         )
-        ended.callback(_wait_for, reaper)
-        if too_long(root):
-            links = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX)))
-            link = links / "s"
-            link.symlink_to(session)
-            session = link
-        if (longest := len(str(session)) + _LONGEST_SOCKET) > _SOCKET_PATH_LIMIT:
-            raise SessionError(
-                f"the system's temporary directory {tempfile.gettempdir()!r} is too long: Ray's socket paths "
-                f"would have {longest} characters, the system allows {_SOCKET_PATH_LIMIT}; set TMPDIR"
-            )
-        yield session
+    session = _new_directory(root)
+    folders = [session]
+    if too_long(root):
+        folders.append(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+        (folders[1] / "s").symlink_to(session)
+    reaper = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(os.getpid()), *map(str, folders)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield session if len(folders) == 1 else folders[1] / "s"
+    finally:
+        _wait_for(reaper)
 
 
 def too_long(root: Path, *, link: bool = False) -> bool:
@@ -121,9 +123,11 @@ def _writers(session: Path, driver: int) -> list[psutil.Process]:
 
 
 def main() -> None:
-    session = Path(sys.argv[1]).resolve()
+    session, *links = (Path(folder).resolve() for folder in sys.argv[2:])
     sys.stdin.read()
-    reap(session, driver=int(sys.argv[2]))
+    reap(session, driver=int(sys.argv[1]))
+    for folder in links:  # not earlier: who writes through a link that is gone makes a folder of its name
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

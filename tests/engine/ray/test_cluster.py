@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -182,13 +183,16 @@ def test_slots_are_logical_gpus_stay_out_of_a_cpu_run_and_a_long_session_directo
 ):
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: 2)
     parent = tmp_path / ("x" * 80)
+    short = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", short)
     with local_cluster(64, device_kind="cpu", temp_dir=parent, object_store_bytes=2**27) as cluster:
         assert [node.devices for node in cluster.nodes] == [64]
         assert cluster.device_kind == "cpu"
         assert cluster.nodes[0].cpus == os.cpu_count()
         assert read_cluster("cuda").n_devices == ray.cluster_resources().get("GPU", 0) == 0
-        assert len(list(parent.iterdir())) == 1
+        assert len(list(parent.iterdir())) == len(os.listdir(short)) == 1
     assert list(parent.iterdir()) == []
+    os.rmdir(short)  # empty: the short link is gone
     assert not ray.is_initialized()
 
 
