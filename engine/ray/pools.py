@@ -162,9 +162,8 @@ class ResourcePool:
                     f"max_colocate_count={self.max_colocate_count}: raise it to "
                     f"{len(self._hosts) + 1} (shares of 1/{len(self._hosts) + 1})"
                 )
-            self._hosts[key] = HostGroup(
-                self._seats, self._silent_s
-            )  # known at once: `shutdown` ends it while it starts
+            # Known at once: `shutdown` ends it while it starts.
+            self._hosts[key] = HostGroup(self._seats, self._silent_s)
             if self._shut_down:
                 self._hosts[key].kill()
             self._hosts[key].connect(start_timeout_s)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +84,6 @@ def test_an_elastic_run_that_loses_a_node_goes_on_under_another_plan(folder, clu
     broken = start(folder, "broken", address, "run.elastic=true")
     output = output_of(broken, {3: lambda: ray_cluster.remove_node(nodes[1], allow_graceful=False)}, 400)
     assert broken.returncode == 0, output
-    assert re.search(r"2/4 devices, waiting up to 5 s", output), output
     assert "placed on what is left: colocate: 1 pools, 2 devices" in output
     (entry,) = read_recoveries(folder / "broken")
     assert (entry.step, entry.from_step, entry.replayed) == (4, 2, 1)
@@ -94,8 +92,3 @@ def test_an_elastic_run_that_loses_a_node_goes_on_under_another_plan(folder, clu
     assert trained[0] == trained[1]
     one, other = weights(folder / "whole"), weights(folder / "broken")
     assert max((one[name] - other[name]).abs().max().item() for name in one) < 1e-4
-
-    inelastic = start(folder, "inelastic", address)
-    output = output_of(inelastic, {3: lambda: ray_cluster.remove_node(nodes[0], allow_graceful=False)}, 300)
-    assert inelastic.returncode == 1, output
-    assert "run.elastic: true goes on with what is left" in output, output

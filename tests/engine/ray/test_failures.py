@@ -170,15 +170,15 @@ def test_a_process_that_answers_nothing_is_taken_for_dead(cluster, tmp_path):
     try:
         group = fragile(pool)
         future, start = group.reduce_late(0), time.monotonic()
-        stopped = group.pids[1]
-        threading.Timer(3.0, os.kill, [stopped, signal.SIGSTOP]).start()
+        pids = group.pids
+        threading.Timer(3.0, os.kill, [pids[1], signal.SIGSTOP]).start()
         with pytest.raises(WorkerDied, match=r"actor rank 1 .*answered nothing for \d s: stopped") as caught:
             future.get(120)
         assert time.monotonic() - start < 40
         said = str(caught.value)
         assert re.search(r"last heartbeat \d+ s before: actor.reduce_late for \d s, .* GiB resident", said)
         assert re.search(r"last lines of .*frozen_rank_1.log \(on that node\):\n.*process \d+ on node", said)
-        assert gone(group.pids, 30)
+        assert gone(pids, 30)
     finally:
         pool.shutdown()
 
