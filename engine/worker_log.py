@@ -1,7 +1,7 @@
 """What a worker process prints, as a file of the run folder: time, role, rank and step on each line.
 
-A process of its own writes it, so that the last words of one that is killed arrive too. It runs this file by
-its path, with nothing but the standard library.
+A process of its own writes it, so that the last words of one that is killed arrive too, without the secrets in
+them. It runs this file by its path, with nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import runpy
 import select
 import signal
 import struct
@@ -70,11 +71,13 @@ def write_lines(path: str, name: str, process: str) -> None:
     descriptor for it) ended, where the kernel (Linux 6.15) tells. A full disk loses lines.
     """
     who = name.encode()
+    hide = runpy.run_path(str(Path(__file__).parent / "loggers" / "secrets.py"))["hide"]
     with open(path, "ab", buffering=0) as file:
 
         def write(text: bytes) -> None:
             with contextlib.suppress(OSError):
-                file.write(b"%s %s | %s\n" % (time.strftime("%H:%M:%S").encode(), who, text))
+                shown = hide(text.decode(errors="replace")).encode()
+                file.write(b"%s %s | %s\n" % (time.strftime("%H:%M:%S").encode(), who, shown))
 
         while line := sys.stdin.buffer.readline(_LONGEST_LINE):
             text, marked, new = line.rstrip(b"\n").partition(_MARK)

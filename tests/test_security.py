@@ -30,11 +30,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "kernels", "launch", "parallel", "placement")
 UNPICKLES = {
     "engine/batch_ref.py": "blocks of Ray's object store, which workers of the run have put there",
+    "engine/rollout/kept_weights.py": "memory of a rollout rank, which its own engine opens",
     "engine/spmd/rank.py": "what ranks send each other over their own connections",
     "parallel/sealed.py": "values that carry the run's seal",
 }
 RUNS_FILES = {
     "engine/algorithms/user_file.py": "algorithm.file",
+    "engine/worker_log.py": "its own neighbour, by the process that writes a log",
     "engine/rewards/scorer.py": "reward.path, reward.parts.NAME.path, serve-rm file.py:function",
 }
 

@@ -67,3 +67,10 @@ def test_a_fatal_signal_leaves_the_python_stack_in_the_log(tmp_path):
     said = "\n".join(lines(tmp_path, end, r"File .*line"))
     assert "init_model | Fatal Python error: Segmentation fault" in said
     assert 'File "<string>", line' in said
+
+
+def test_a_log_holds_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-some-length")
+    end = "print('Bearer abcdefghijkl', os.environ['HF_TOKEN']); os.write(1, b'last words')"
+    said = lines(tmp_path, end, "last words")
+    assert "critic rank 1 init_model | Bearer *** ***" in said
