@@ -1,7 +1,7 @@
 """What a worker process prints, as a file of the run folder: time, role, rank and step on each line.
 
-A process of its own writes it, so that the last words of one that is killed arrive too, without the secrets in
-them. It runs this file by its path, with nothing but the standard library.
+A process of its own writes it, so that the last words of one that is killed arrive too, without
+the secrets in them. It runs this file by its path, with nothing but the standard library.
 """
 
 from __future__ import annotations
