@@ -7,6 +7,7 @@ import pytest
 from browser import look, screenshot
 from run_folders import split_run
 
+from rolemesh.engine.recovery import Recoveries, WorkersLost
 from rolemesh.launch.report import ReportError, read_report
 from rolemesh.launch.report_html import report_page
 from rolemesh.placement.hardware import HardwareError, load_profile
@@ -27,6 +28,22 @@ def test_operations_are_compared_by_their_median_without_the_first_step(report):
     assert measured.n == 3
     assert generate.error == pytest.approx(-0.2, abs=1e-4)
     assert "the first step is left out" in report.notes[0]
+
+
+def test_each_recovery_is_a_line_of_the_text_and_of_the_page(report):
+    assert "recovery: " not in report.text()
+    recoveries = Recoveries(report.folder, 2, tell=lambda line: None)
+    for done, back in ((3, 2), (7, 6)):
+        recoveries.lost(WorkersLost(RuntimeError(f"actor rank {done} died"), done=done))
+        recoveries.restored(back)
+    again = read_report(report.folder)
+    lines = [line for line in again.text().splitlines() if line.startswith("recovery: ")]
+    assert [re.sub(r"^recovery: [\d: -]+ in", "in", line) for line in lines] == [
+        "in step 4: actor rank 3 died; went on after step 2, 0 s later",
+        "in step 8: actor rank 7 died; went on after step 6, 0 s later",
+    ]
+    assert "Recoveries" in report_page(again)
+    assert "actor rank 7 died" in report_page(again)
 
 
 def test_the_predicted_step_is_played_from_the_plan(report):
