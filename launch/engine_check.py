@@ -29,6 +29,12 @@ def engine_problems(recipe: Recipe, plan: PlacementPlan, actor: ModelShape) -> I
             )
         return
     yield from _vllm_problems("rollout", "rollout.engine vllm", "use engine: hf", plan, actor)
+    tp = plan.layout_of("rollout").tp
+    if actor.moe and plan.pool_of("rollout").device_kind == "cpu" and tp > 1:
+        yield (
+            f"rollout.layout.tp is {tp}: on a CPU vLLM cannot replace the weights of a mixture of experts that "
+            "is cut over tp: use tp 1, or engine: hf"
+        )
 
 
 def judge_problems(recipe: Recipe, plan: PlacementPlan, judge: Checkpoint) -> Iterator[str]:

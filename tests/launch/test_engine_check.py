@@ -14,6 +14,7 @@ from rolemesh.launch.config import parse_recipe
 from rolemesh.launch.engine_check import engine_problems
 from rolemesh.launch.fields import RecipeError
 from rolemesh.placement.model import ModelShape
+from rolemesh.placement.modules import Experts
 
 RECIPE = """
 run: {device: cpu}
@@ -73,6 +74,15 @@ def test_heads_that_vllm_does_not_take_on_a_cpu_are_told(folder: Path):
 def test_a_cut_that_vllm_does_not_run_is_refused(folder: Path, override: str, words: str):
     said = problems(folder, override, "cluster.per_node=4")
     assert any(words in problem for problem in said), said
+
+
+def test_experts_cut_over_tp_are_refused_on_a_cpu(folder: Path):
+    recipe = parse_recipe(RECIPE, folder)
+    report = check_recipe(recipe, offline=True)
+    assert report.plan is not None
+    moe = ModelShape("mixtral", 2, 64, 128, 2, 2, 32, 128, 512, moe=Experts(4, 2, 64))
+    (said,) = engine_problems(recipe, report.plan, moe)
+    assert said.startswith("rollout.layout.tp is 2: on a CPU vLLM cannot replace the weights of a mixture")
 
 
 def test_an_engine_over_two_nodes_is_refused_with_the_pool(folder: Path):
