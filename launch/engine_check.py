@@ -32,8 +32,8 @@ def engine_problems(recipe: Recipe, plan: PlacementPlan, actor: ModelShape) -> I
     tp = plan.layout_of("rollout").tp
     if actor.moe and plan.pool_of("rollout").device_kind == "cpu" and tp > 1:
         yield (
-            f"rollout.layout.tp is {tp}: on a CPU vLLM cannot replace the weights of a mixture of experts that "
-            "is cut over tp: use tp 1, or engine: hf"
+            f"rollout.layout.tp is {tp}: on a CPU vLLM cannot replace the weights of a mixture of experts "
+            "that is cut over tp: use tp 1, or engine: hf"
         )
 
 
