@@ -57,12 +57,12 @@ class LocalGroup:
 
         return call
 
-    def _export(self) -> list[tuple[str, Tensor]]:
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole: there are no other processes to meet."""
         model = self.worker.model
         with model.use("weights"):
             exported = export_hf(model.weights(), model.shape, model.layout, model.groups)
-            return [(name, tensor.clone()) for name, tensor in exported]
+            yield from [(name, tensor.clone()) for name, tensor in exported]
 
     def _load(self, weights: Any, version: int) -> None:
         self.worker.engine.load_weights(weights)

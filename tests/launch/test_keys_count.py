@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 from tiny import tiny_checkpoint
 from transformers import AutoTokenizer
+from vllm_server import chat_checkpoint
 
 from rolemesh.engine import loggers
 from rolemesh.launch import check, engine_check, recovery, train
@@ -62,6 +63,7 @@ reward:
   on_failure: raise
 """,
 )
+JUDGE = RUBRIC.replace("  model: qwen\n  endpoints: http://judge:1\n", "  path: judge\n  dtype: float32\n")
 PAIRWISE = RUBRIC.replace("{form: rubric, criteria: {NAME: clear}}", "{form: pairwise}")
 COMPOSITE = GRPO.replace(
     "reward: reward.py:compute_score", "reward: {kind: composite, parts: {NAME: reward.py:compute_score}}"
@@ -74,7 +76,7 @@ placement:
 """
 ON_RAY = PPO.replace("device: cpu", "address: 10.0.0.1:6379") + POOLS
 VLLM = GRPO.replace("actor: policy", "actor: wide") + "rollout: vllm\n"
-BASES = (PPO, GRPO, ON_RAY, SERVICES, RUBRIC, PAIRWISE, VLLM)
+BASES = (PPO, GRPO, ON_RAY, SERVICES, RUBRIC, JUDGE, PAIRWISE, VLLM)
 NAMED = {"placement.pools": ON_RAY, "reward.judge.criteria": RUBRIC, "reward.parts": COMPOSITE}
 CHANGES = {
     "run.dir": "elsewhere",
@@ -184,6 +186,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [("policy", "lm"), ("other", "lm"), ("scorer", "score"), ("other_scorer", "score")]
     ):
         tiny_checkpoint(root / name, head=head, seed=seed)
+    (root / "judge").mkdir()
+    chat_checkpoint(root / "judge")
     tiny_checkpoint(root / "wide", heads=2)  # heads of 32, that vLLM takes on a CPU
     for name, texts in (("train", "abcdef"), ("val", "ghi")):
         rows = [{"prompt": text * 3, "text": text} for text in texts]
