@@ -162,9 +162,10 @@ def test_a_wrong_reference_stops_the_run_before_its_first_update(clone, services
     assert "update_actor" not in (clone / "runs/wrong/timeline.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refused", "dropped"),
-    [("'13579'", range(1, 16)), pytest.param("'0123456789'", [16], marks=pytest.mark.slow)],
+    [("'13579'", range(1, 16)), ("'0123456789'", [16])],
 )
 def test_prompts_without_a_score_are_left_out_and_a_step_without_any_is_skipped(
     clone, services, tmp_path, refused, dropped

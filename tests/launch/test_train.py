@@ -193,6 +193,7 @@ def test_the_run_folder_repeats_the_run(split_run, folder):
         assert again[name] == pytest.approx(first[name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_colocated_run_overlaps_nothing_and_learns_the_same(split_run, folder):
     train(recipe(folder, "colocated"), "placement.strategy=colocate", "cluster.per_node=2", "run.steps=1")
     run = folder / "runs" / "colocated"
