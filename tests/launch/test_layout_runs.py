@@ -17,7 +17,7 @@ run: {steps: 2, save_every: 2}
 cluster: {nodes: 1, device: cpu, per_node: 2}
 data: {train_files: [train.jsonl], max_prompt_tokens: 8}
 algorithm: {name: ppo, kl: {in: reward, kind: k1, coef: 0.05}}
-batch: {prompts: 8, samples_per_prompt: 2, mini_batch_samples: 8, micro_batch_tokens: 64}
+batch: {prompts: 8, samples_per_prompt: 2, micro_batch_tokens: 64}
 lengths: {max_response_tokens: 8}
 actor: {path: policy, dtype: float32, optim: {lr: 1.0e-3}}
 critic: {path: policy, dtype: float32, new_head: true, optim: {lr: 1.0e-3}}
