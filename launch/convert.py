@@ -52,7 +52,8 @@ def convert_checkpoint(checkpoint: Path, out: Path, role: str = "actor") -> Iter
         raise CheckpointError(f"{path} has no role {role}; it has {', '.join(sorted(state['roles']))}")
     saved = state["roles"][role]
     yield f"{role} after step {state['step']}, {saved['dtype']}: {path}"
-    convert(path / role, path / HF / role, out, head=saved["head"], dtype=getattr(torch, saved["dtype"]))
+    dtype = getattr(torch, saved["dtype"])
+    convert(path / role, path / HF / role, out, head=saved["head"], dtype=dtype, base=saved["path"])
     yield f"Hugging Face folder: {out}"
 
 

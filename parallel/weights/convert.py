@@ -36,11 +36,12 @@ def convert(
     head: Head = "lm",
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 5 * 10**9,
+    base: str | Path | None = None,
 ) -> None:
     """Write the weights in `folder` (as `parallel.checkpoint` saves them) as the new folder `out_dir`.
 
-    `source` has the model's `config.json` and its tokenizer, which go along; where only adapters were trained
-    also the weights that they are added to. Held in memory are one tensor in
+    `source` has the model's `config.json` and its tokenizer, which go along. Where only adapters were trained
+    `base` (`source` without it) has the weights that they are added to. Held in memory are one tensor in
     fp32 and its copy in `dtype`.
 
     Raises FileExistsError when `out_dir` exists, CheckpointError naming the tensors that are missing or of
@@ -50,7 +51,7 @@ def convert(
     shape = ModelShape.from_config(json.loads((source / "config.json").read_text()))
     tensors = hf_tensors(shape, head)
     reader = _Reader(folder)
-    adapters = _Adapters.of(folder, source, shape, head)
+    adapters = _Adapters.of(folder, Path(base or source), shape, head)
     _check(folder, reader.read_metadata(), adapters.saved(tensors) if adapters else tensors)
     files = shard_files(export_plan(shape, Layout(), head), dtype.itemsize, max_shard_bytes)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
@@ -98,7 +99,7 @@ class _Adapters:
     pairs: Mapping[str, tuple[HfTensor, HfTensor]]
 
     @classmethod
-    def of(cls, folder: Path, source: Path, shape: ModelShape, head: Head) -> _Adapters | None:
+    def of(cls, folder: Path, base: Path, shape: ModelShape, head: Head) -> _Adapters | None:
         from rolemesh.parallel.lora import LoraConfig, adapter_plans, stem
 
         saved = dist_checkpointing.load_common_state_dict(str(folder)).get("lora")
@@ -111,7 +112,7 @@ class _Adapters:
             for down, up in zip(plans[0::2], plans[1::2], strict=True)
             for b in up.tensors
         }
-        return cls(Checkpoint(source), config.scale, pairs)
+        return cls(Checkpoint(base), config.scale, pairs)
 
     def saved(self, tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
         """What the checkpoint must hold: the adapters, and what `base` lacks."""
