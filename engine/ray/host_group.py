@@ -333,7 +333,10 @@ class _Watch:
         """Take what a rank's stream has ready; at its end, its last item is the reply."""
         rank = self._busy[stream]
         try:
-            self._arrived[rank].append(next(stream))
+            item = next(stream)
+            if item == stream.completed():  # Ray's own last item, in place of any that a dead process owed
+                ray.get(item, timeout=_CONTROL_S)
+            self._arrived[rank].append(item)
             if self._in_parts:
                 self._advance_part(rank)
             return

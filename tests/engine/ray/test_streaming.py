@@ -14,6 +14,7 @@ from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.errors import CallTimeout, WorkerDied, WorkerError
 from rolemesh.engine.parts import Part, PartRef
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.ray import host
 from rolemesh.engine.ray.blocks import fetch_batch, put_batch
 from rolemesh.engine.ray.pools import ResourcePool
 from rolemesh.engine.ray.process_pool import ProcessPool
@@ -40,6 +41,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+def dies_after_a_second():
+    """A part's blocks, in a process that ends once the driver has heard of the part's head."""
+    time.sleep(1)
+    os._exit(3)
+    yield
+
+
 class Parts(Worker):
     """`x` doubled, the last row of the share first, one row at a time."""
 
@@ -54,6 +62,12 @@ class Parts(Worker):
                     os._exit(3)
                 time.sleep(3600)
             yield Part(rows, DataProto.from_dict({"x": data.batch["x"][rows] * 2}))
+
+    @register(Dispatch.DP_COMPUTE_PROTO, parts=True)
+    def ends_within_a_part(self, data: DataProto):
+        pack = host.pack
+        host.pack = lambda proto, cuts: (pack(proto, cuts)[0], dies_after_a_second())
+        yield Part([0], data[:1])
 
     @register(Dispatch.DP_COMPUTE_PROTO, parts=True)
     def forgets(self, data: DataProto):
@@ -119,6 +133,16 @@ def test_a_call_that_fails_after_some_parts_fails_as_any_other(
         future.get()
     if how == "raise":
         assert group.doubled(x).batch["x"].tolist() == list(range(0, 16, 2)), "the pool goes on"
+
+
+def test_a_part_whose_process_ended_before_its_blocks_came_is_never_told_of(pool: ResourcePool):
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), role="parts")
+    heard: list[PartRef] = []
+    future = group.ends_within_a_part(DataProto.from_dict({"x": torch.arange(8)}), blocking=False)
+    future.on_part(heard.append)
+    with pytest.raises(WorkerDied, match="ends_within_a_part"):
+        future.get(timeout=60)
+    assert heard == []
 
 
 def test_rows_that_a_worker_forgets_are_an_error(pool: ResourcePool):
