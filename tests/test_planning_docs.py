@@ -60,6 +60,7 @@ def test_the_planning_guides_commands_run(folder, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(580)
 def test_train_runs_the_very_plan_that_was_written(folder, monkeypatch):
     monkeypatch.chdir(folder)

@@ -92,6 +92,7 @@ def test_built_in_shapes_have_a_source(name: str):
     assert billions == pytest.approx(shape.n_params / 1e9, rel=0.12)
 
 
+@pytest.mark.full
 def test_the_best_few_are_compared_and_a_tie_goes_to_the_simpler_one(monkeypatch: pytest.MonkeyPatch):
     few = ("cluster.nodes=2", "actor.path=llama-8b", "critic.path=llama-8b", "reward.path=llama-8b")
     code, said = rolemesh("plan", RECIPE, *few, "--top", 3, "--limit-s", 20)

@@ -95,9 +95,17 @@ class Scores(Worker):
         return self.reward.score(data)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool(cluster):
     pool = ResourcePool([4], name_prefix="parts", device="cpu")
+    yield pool
+    pool.shutdown()
+
+
+@pytest.fixture
+def lost_pool(cluster):
+    """A pool whose workers a test leaves dead or hanging."""
+    pool = ResourcePool([4], name_prefix="lost", device="cpu")
     yield pool
     pool.shutdown()
 
@@ -117,26 +125,32 @@ def test_parts_are_heard_of_as_they_are_made_and_come_back_in_order(pool: Resour
     assert future.spans[0].nbytes_fetched > 0
 
 
-@pytest.mark.parametrize(
-    ("how", "error"), [("raise", WorkerError), ("die", WorkerDied), ("hang", CallTimeout)]
-)
-def test_a_call_that_fails_after_some_parts_fails_as_any_other(
-    pool: ResourcePool, how: str, error: type[Exception]
-):
+def test_a_call_that_raises_after_some_parts_fails_as_any_other_and_the_pool_goes_on(pool: ResourcePool):
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), role="parts")
-    made: concurrent.futures.Future[PartRef] = concurrent.futures.Future()
     x = DataProto.from_dict({"x": torch.arange(8)})
+    assert_fails_after_a_part(group, x, "raise", WorkerError)
+    assert group.doubled(x).batch["x"].tolist() == list(range(0, 16, 2))
+
+
+@pytest.mark.parametrize(("how", "error"), [("die", WorkerDied), ("hang", CallTimeout)])
+def test_workers_lost_after_some_parts_fail_the_call_as_any_other(
+    lost_pool: ResourcePool, how: str, error: type[Exception]
+):
+    group = RayWorkerGroup(lost_pool, RayClassWithInitArgs(Parts), role="parts")
+    assert_fails_after_a_part(group, DataProto.from_dict({"x": torch.arange(8)}), how, error)
+
+
+def assert_fails_after_a_part(group: RayWorkerGroup, x: DataProto, how: str, error: type[Exception]) -> None:
+    made: concurrent.futures.Future[PartRef] = concurrent.futures.Future()
     future = group.doubled(x, fails_at=2, how=how, blocking=False, timeout_s=5)
     future.on_part(lambda part: made.done() or made.set_result(part))
     assert fetch_batch(made.result(timeout=60).ref).batch["x"].tolist()
     with pytest.raises(error, match="doubled"):
         future.get()
-    if how == "raise":
-        assert group.doubled(x).batch["x"].tolist() == list(range(0, 16, 2)), "the pool goes on"
 
 
-def test_a_part_whose_process_ended_before_its_blocks_came_is_never_told_of(pool: ResourcePool):
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), role="parts")
+def test_a_part_whose_process_ended_before_its_blocks_came_is_never_told_of(lost_pool: ResourcePool):
+    group = RayWorkerGroup(lost_pool, RayClassWithInitArgs(Parts), role="parts")
     heard: list[PartRef] = []
     future = group.ends_within_a_part(DataProto.from_dict({"x": torch.arange(8)}), blocking=False)
     future.on_part(heard.append)
