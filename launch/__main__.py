@@ -1,5 +1,14 @@
-"""`python -m rolemesh.launch`: the command line without the console script."""
+"""`python -m rolemesh.launch`, and the console script `rolemesh`."""
 
-from rolemesh.launch.cli import main
+from rolemesh.launch.process import end_with
 
-main()
+
+def run() -> None:
+    """The command line, as a process of its own."""
+    from rolemesh.launch.cli import main
+
+    end_with(main)
+
+
+if __name__ == "__main__":
+    run()

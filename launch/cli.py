@@ -15,6 +15,7 @@ from rolemesh.engine.loggers.secrets import hide
 from rolemesh.launch import cli_devices, cli_import, cli_services, cli_supervised
 from rolemesh.launch.extras import extra_of
 from rolemesh.launch.fields import InfeasibleError, RecipeError
+from rolemesh.launch.process import quick_imports
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = (
     0,
@@ -95,7 +96,8 @@ def train(
     with only_run_in(recipe.run.dir):
         if moved := open_run_folder(recipe, report.resume.path):
             print(f"an earlier run in {recipe.run.dir} was moved to {moved}", flush=True)
-        from rolemesh.launch.train import run_training
+        with quick_imports():
+            from rolemesh.launch.train import run_training
 
         return run_training(recipe, report.plan, report.resume.path)
 

@@ -32,6 +32,7 @@ from rolemesh.launch.cli import EXIT_BAD_RECIPE, EXIT_FAILED, EXIT_INTERRUPTED, 
 from rolemesh.launch.config import load_recipe
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.preflight import endpoint_rows
+from rolemesh.launch.process import end_with
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.rendezvous import LaunchError, LauncherWorld, own_address, use_interface_of
 from rolemesh.launch.request import graph_of
@@ -264,4 +265,4 @@ class _Spmd:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.engine.loggers.secrets import hide
+from rolemesh.launch.process import end_with
 from rolemesh.launch.rendezvous import LaunchError, LauncherWorld, interface_of, own_address
 
 if TYPE_CHECKING:
@@ -323,4 +324,4 @@ def _loop(address: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)
