@@ -36,7 +36,7 @@ def _leave(codes: list[int]) -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Load modules without garbage collections, a fifth of the time; what they made is not looked at later."""
+    """Load modules without garbage collections, a fifth of the time, and look at them no more."""
     gc.disable()
     try:
         yield
