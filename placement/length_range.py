@@ -83,9 +83,9 @@ class LengthRange:
     now: str = ""  # what is faster at the assumed lengths already
 
     def __str__(self) -> str:
-        others = ", ".join(self.against)
         if self.now:
-            return f"at a mean of {_n(self.mean)} response tokens {self.now} (of {others})"
+            return f"at a mean of {_n(self.mean)} response tokens {self.now}"
+        others = ", ".join(self.against)
         whole = (self.low, self.high) == (self.first, self.last)
         checked = "all that was" if whole else f"from {_n(self.first)} to {_n(self.last)}"
         ends = [f"below, {self.below}"] * bool(self.below) + [f"above, {self.above}"] * bool(self.above)

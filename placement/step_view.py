@@ -106,7 +106,11 @@ def _before(
             before[piece.name] |= {other.name for other in mine[:i] if other.end_s <= piece.start_s}
     # What started later is of another step, and was not waited for.
     return {
-        name: {other for other in others if whole[other].start_s < whole[name].start_s}
+        name: {
+            other
+            for other in others
+            if whole[other].start_s < whole[name].start_s or whole[other].end_s <= whole[name].start_s
+        }
         for name, others in before.items()
     }
 
@@ -114,7 +118,7 @@ def _before(
 def _critical(whole: Mapping[str, Piece], before: Mapping[str, set[str]]) -> list[str]:
     """Back from the operation that ends last, always to the one that let go last."""
     path = [max(whole, key=lambda name: whole[name].end_s)]
-    while others := before[path[-1]]:
+    while others := before[path[-1]] - {*path}:
         path.append(max(sorted(others), key=lambda name: whole[name].end_s))
     return path[::-1]
 

@@ -58,7 +58,7 @@ def step_lines(view: StepView, plan: PlacementPlan) -> list[str]:
     for lane in view.lanes:
         row = ["."] * width
         for piece in lane.pieces:
-            first = int(piece.start_s / view.length_s * width)
+            first = min(round(piece.start_s / view.length_s * width), width - 1)
             last = max(first + 1, round(piece.end_s / view.length_s * width))
             row[first:last] = marks.get(piece.name, "?") * (min(last, width) - first)
         name = _short(short.get(lane.name, lane.name), 12)

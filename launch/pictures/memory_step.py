@@ -20,6 +20,7 @@ from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.memory_over_step import PoolMemory
 from rolemesh.placement.step_view import Lane
 
+MOST_TIMES = 6.0  # the planned peak: what is larger is off the picture
 _LEFT, _HEIGHT, _TOP = 62.0, 190.0, 16.0
 
 
@@ -63,8 +64,10 @@ def memory_step(
     layers = layers_of(memory, lane, length_s)
     limit, seen = memory.limit / GIB, (measured or 0.0) / GIB
     peak = max((layer.high for layer in layers), default=0.0)
-    # Where the device is much larger than what is held, the limit is said and not drawn.
-    highest = max(peak, seen, limit if limit < 6 * max(peak, seen) else 0.0) * 1.12 or 1.0
+    # What is much larger than what is held is said by the caption and not drawn.
+    highest = (
+        max(size for size in (peak, seen, limit) if size <= MOST_TIMES * peak or size == peak) * 1.12 or 1.0
+    )
     scale = (WIDTH - _LEFT - RIGHT) / (length_s or 1.0)
     bottom = _TOP + _HEIGHT
 
@@ -91,7 +94,7 @@ def memory_step(
         said = f"the device holds {limit:.3g} GiB"
         parts += [line(_LEFT, y(limit), WIDTH - RIGHT, y(limit), "limit")]
         parts.append(words(WIDTH - RIGHT - 4, y(limit) - 4, said, "end"))
-    if measured:
+    if measured and seen <= highest:
         parts += [line(_LEFT, y(seen), WIDTH - RIGHT, y(seen), "path")]
         parts.append(words(_LEFT + 6, y(seen) - 4, f"measured peak {seen:.3g} GiB"))
     return svg(bottom + 34, parts, "memory over a step")

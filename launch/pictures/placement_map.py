@@ -17,6 +17,7 @@ from rolemesh.launch.pictures.svg import (
     line,
     margin,
     short,
+    small,
     svg,
     words,
 )
@@ -130,9 +131,9 @@ def _cell(
             f'<rect x="{x + 1:.1f}" y="{at_y:.1f}" width="{width - 2:.1f}" height="{_LINE - 1:.1f}" '
             f'fill="{roles[at.role]}"/>'
         )
-        parts.append(_small(x + 3, at_y + 9.5, at.where() or "whole"))
+        parts.append(small(x + 3, at_y + 9.5, at.where() or "whole"))
         if at.gib is not None:
-            parts.append(_small(x + width - 3, at_y + 9.5, f"{at.gib:.3g}", "end"))
+            parts.append(small(x + width - 3, at_y + 9.5, f"{at.gib:.3g}", "end"))
     return f'<g class="cell">{"".join(parts)}</g>'
 
 
@@ -147,7 +148,7 @@ def _brackets(row: Row, boxes: Sequence[tuple[float, float, float, float]], top:
         x, end = mine[0][0], mine[-1][0] + mine[-1][2]
         parts += [line(x, y, end, y, "link"), line(x, y - 3, x, y, "link"), line(end, y - 3, end, y, "link")]
         if not first:
-            parts.append(_small(x + 4, y + 10, f"{row.domain} devices on one fast link: {row.link}"))
+            parts.append(small(x + 4, y + 10, f"{row.domain} devices on one fast link: {row.link}"))
     return parts
 
 
@@ -182,9 +183,3 @@ def _flow_name(flow: Flow, pools: Sequence[str]) -> str:
 
 def _gb(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 10 else f"{amount:.3g}"
-
-
-def _small(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="font-size:9.5px">{escaped(text)}</text>'
-    )
