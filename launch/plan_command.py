@@ -34,7 +34,7 @@ from rolemesh.placement.roles import PlanRequest
 
 # Seconds for the usual strategies and for other mean lengths, as printed and for pictures; for pictures also
 # for other numbers of devices.
-_PRINTED_S, _DRAWN_S, _COUNTS_S = (2.5, 1.5), (10.0, 8.0), 10.0
+_PRINTED_S, _DRAWN_S, _COUNTS_S = (1.5, 0.7), (10.0, 8.0), 10.0
 
 
 def plan_recipe(
@@ -118,12 +118,13 @@ def _look(
     request cannot price.
     """
     compare_s, lengths_s = _DRAWN_S if html else _PRINTED_S
+    mine = () if html else (frozenset(frozenset(pool.roles) for pool in plan.pools),)
     try:
         free = request_of(recipe, cluster, shapes, runnable=runnable)
-        compared = compare_strategies(free, pins=pins_of(recipe), limit_s=compare_s)
+        compared = compare_strategies(free, pins=pins_of(recipe), known=mine, limit_s=compare_s)
         as_run = recipe.placement.strategy != "auto" and not recipe.placement.plan  # as `priced` does
         own = request_of(recipe, cluster, shapes, runnable=runnable, defaults=as_run)
-        found = length_range(plan, own, compared, tie=TIE, limit_s=lengths_s)
+        found = length_range(plan, own, compared, tie=TIE, own_pools=html is not None, limit_s=lengths_s)
         return _Looked(own, free, compared, found)
     except PLANNING_ERRORS:
         return None

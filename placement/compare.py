@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolemesh.placement.auto import as_planned, costs_of, plan_of, planned_pool
@@ -34,14 +34,17 @@ def compare_strategies(
     *,
     names: Sequence[str] = NAMED,
     pins: Sequence[Pin] = (),
+    known: Iterable[frozenset[frozenset[str]]] = (),
     limit_s: float = 10.0,
 ) -> Compared:
-    """The best options and order under each strategy; one whose pools equal an earlier one's is left out."""
+    """The best options and order under each strategy; one whose roles share pools as those of an earlier one
+    do, or as `known` says, is left out.
+    """
     ends = time.monotonic() + limit_s
     plans: dict[str, Assignment] = {}
     misfits: dict[str, str] = {}
     unknown: list[str] = []
-    seen: set[frozenset[frozenset[str]]] = set()
+    seen = set(known)
     for name in names:
         left_s = ends - time.monotonic()
         if left_s <= 0:

@@ -96,11 +96,18 @@ class LengthRange:
 
 
 def length_range(
-    plan: PlacementPlan, request: PlanRequest, others: Compared, *, tie: float, limit_s: float = 3.0
+    plan: PlacementPlan,
+    request: PlanRequest,
+    others: Compared,
+    *,
+    tie: float,
+    own_pools: bool = True,
+    limit_s: float = 3.0,
 ) -> LengthRange | None:
     """Price the plan and the other strategies' plans at other mean lengths, outwards from the assumed one.
 
-    Layouts and settings of all stay as they are. A plan is best that no other beats by more than `tie`.
+    Layouts and settings of all stay as they are; with `own_pools` the plan's own pools are also laid out for
+    the shortest and the longest lengths looked at. A plan is best that no other beats by more than `tie`.
     After `limit_s` it says what was looked at till then. None without another plan, or where the plan does
     not fit at the assumed lengths.
     """
@@ -113,7 +120,8 @@ def length_range(
         return LengthRange(lengths.mean, *(4 * (lengths.mean,)), "", "", tuple(search.others), tie, now=start)
     least = max(1 / _FARTHEST, min(1 / 4, _SHORTEST / lengths.mean))
     most = min(_FARTHEST, max(1.0, 0.98 * lengths.maximum / lengths.mean))
-    search.add_own_pools({"shortest": least, "longest": most})
+    if own_pools:
+        search.add_own_pools({"shortest": least, "longest": most})
     if not search.others:
         return None
     low, first, below = search.outwards(least)

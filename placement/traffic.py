@@ -105,9 +105,7 @@ def _inside(plan: PlacementPlan, request: PlanRequest, operation: Operation) -> 
         copies = layout.dp * layout.cp
         params = weight_bytes(mine.shape, 1.0)
         size = (copies - 1) * params * both * load.updates
-        yield Flow(
-            f"{role}: updates over dp", pool, pool, size, _crosses(copies, layout.tp, per_node)
-        )
+        yield Flow(f"{role}: updates over dp", pool, pool, size, _crosses(copies, layout.tp, per_node))
 
 
 def _per_node(plan: PlacementPlan, request: PlanRequest, pool: str) -> int:
