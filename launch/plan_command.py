@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +81,8 @@ def plan_recipe(
         raise kind(f"placement: {error}{hint}") from error
     notes += [*assumed_lengths(recipe), *profile_sources(there, plan)]
     looked = None if unknown or not plan.prediction else _look(recipe, there, shapes, plan, runnable, html)
-    if looked and looked.lengths:
-        notes.append(str(looked.lengths))
+    if looked:
+        notes += [_said_of_lengths(looked), *_simpler(plan, looked.compared)]
     notes += not_runnable(plan)
     lines = [*plan.summary(), totals_line({role: layout.world for role, layout in plan.layouts.items()})]
     lines += dry_run_plan(recipe, plan, shapes) if dry_run else []
@@ -128,6 +128,23 @@ def _look(
         return _Looked(own, free, compared, found)
     except PLANNING_ERRORS:
         return None
+
+
+def _said_of_lengths(looked: _Looked) -> str:
+    if looked.lengths:
+        return str(looked.lengths)
+    in_time = looked.compared.unknown or looked.compared.plans
+    why = "no other strategy was priced in time" if in_time else "no other strategy fits"
+    return f"for which response lengths the plan stays best was not looked at: {why}"
+
+
+def _simpler(plan: PlacementPlan, compared: Compared) -> Iterator[str]:
+    """Strategies with fewer pools that predictions do not tell from the plan."""
+    step_s = plan.prediction.step_s or 0.0
+    for name, other in compared.plans.items():
+        if len(other.pools) < len(plan.pools) and abs(other.makespan_s - step_s) <= TIE * step_s:
+            took = f"{other.makespan_s:.4g} s, within {TIE:.0%}"
+            yield f"tie with {name} ({took}), which has fewer pools: --top takes the simpler one"
 
 
 def _page(

@@ -181,6 +181,10 @@ def _memory(report: RunReport) -> html.Markup:
 
 def _memory_caption(entry: MemoryReport, over: PoolMemory) -> str:
     said = f"{entry.pool}: planned {over.peak / GIB:.3g} of {over.limit / GIB:.3g} GiB at the fullest moment"
+    if entry.predicted and abs(over.peak / entry.predicted - 1) > 0.01:
+        said += (
+            f" (the plan's file says {entry.predicted / GIB:.3g} GiB: it is of another version or profile)"
+        )
     if entry.measured is None:
         return said
     beyond = ", beyond the picture" if entry.measured > MOST_TIMES * over.peak else ""

@@ -19,8 +19,8 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL of the update", ("actor/ppo_kl",)),
     ("entropy", ("actor/entropy",)),
     ("rollout-trainer gap", ("training/rollout_probs_diff/mean", "rollout_corr/kl")),
-    ("staleness, steps", ("training/staleness/mean", "training/staleness/max")),
-    ("reward failures, samples", ("reward/failed", "reward/timeouts", "reward/died")),
+    ("staleness (steps)", ("training/staleness/mean", "training/staleness/max")),
+    ("reward failures (samples)", ("reward/failed", "reward/timeouts", "reward/died")),
     ("response tokens", ("response_length/mean", "response_length/max")),
     ("seconds of a step", ("timing_s/step",)),
 )

@@ -61,7 +61,10 @@ def horizontal_axis(left: float, top: float, bottom: float, end: float, scale: f
     parts = [line(left, bottom, WIDTH - RIGHT, bottom, "axis")]
     for tick in ticks(end):
         x = left + tick * scale
-        parts += [line(x, top, x, bottom, "grid"), words(x, bottom + 14, f"{tick:,g}", "middle")]
+        parts += [
+            line(x, top, x, bottom, "grid"),
+            words(x, bottom + 14, f"{tick:,.0f}" if tick >= 1e4 else f"{tick:g}", "middle"),
+        ]
     return [*parts, words(WIDTH - RIGHT, bottom + 29, unit, "end")] if unit else parts
 
 
