@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +9,7 @@ from rolemesh.launch.pictures.device_counts import CountPoint
 from rolemesh.launch.pictures.step_gantt import operation_names
 from rolemesh.launch.pictures.strategies import StrategyBar
 from rolemesh.placement.cluster import ClusterSpec
-from rolemesh.placement.compare import Compared, compare_strategies, price
+from rolemesh.placement.compare import Budget, Compared, compare_strategies, price
 from rolemesh.placement.length_range import LengthRange
 from rolemesh.placement.memory_over_step import PoolMemory, memory_over_step
 from rolemesh.placement.plan import PlacementPlan
@@ -63,7 +62,7 @@ def view_of(
     limit_s: float = 10.0,
 ) -> PlanView:
     """`request` is as the plan runs. `compared` are the usual strategies on its cluster under `free`, which
-    leaves more to the planner. Other numbers of devices are priced for `limit_s` seconds at most.
+    leaves more to the planner. Other numbers of devices are priced for `limit_s` seconds of computing.
     """
     step = planned_step(plan, request)
     counts, left_out = count_points(plan, free, compared, pins=pins, limit_s=limit_s)
@@ -72,7 +71,7 @@ def view_of(
         notes.append(f"not compared, as the time ran out: {', '.join(compared.unknown)}")
     if left_out:
         said = ", ".join(str(n) for n in left_out)
-        notes.append(f"not priced within {limit_s:g} s: {said} devices")
+        notes.append(f"not priced within {limit_s:g} s of computing: {said} devices")
     return PlanView(
         plan,
         request.cluster,
@@ -144,7 +143,7 @@ def count_points(
     """Every strategy on fewer devices, and the numbers that the time did not reach. The plan's own cluster
     comes from `compared`; the powers of two are looked at first.
     """
-    ends = time.monotonic() + limit_s
+    budget = Budget(limit_s)
     whole = _point(request, compared)
     if plan.prediction.step_s:
         rate = request.workload.tokens / plan.prediction.step_s / request.cluster.n_devices
@@ -153,9 +152,8 @@ def count_points(
     points, left_out = [whole], []
     others = [c for c in smaller_clusters(request.cluster) if c.n_devices < request.cluster.n_devices]
     for cluster in sorted(others, key=lambda c: ((c.n_devices & (c.n_devices - 1)) != 0, -c.n_devices)):
-        left_s = ends - time.monotonic()
         asked = replace(request, cluster=cluster)
-        found = compare_strategies(asked, pins=pins, limit_s=left_s)
+        found = compare_strategies(asked, pins=pins, limit_s=budget.left_s)
         point = _point(asked, found)
         if point.rates or point.misfit:
             points.append(point)

@@ -16,6 +16,21 @@ from rolemesh.placement.search.plans import Assignment
 from rolemesh.placement.strategies import named_pools
 
 NAMED = ("colocate", "split", "standalone")
+_WALL = 4.0  # seconds on the clock for each of computing, at most: a search ends by the clock
+
+
+class Budget:
+    """Seconds of computing. What other processes take of the cores does not count, so that a busy machine
+    compares as much as an idle one.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._ends_s = time.process_time() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; below 0 when the limit is passed."""
+        return self._ends_s - time.process_time()
 
 
 @dataclass(frozen=True)
@@ -38,16 +53,15 @@ def compare_strategies(
     limit_s: float = 10.0,
 ) -> Compared:
     """The best options and order under each strategy; one whose roles share pools as those of an earlier one
-    do, or as `known` says, is left out.
+    do, or as `known` says, is left out. `limit_s` is of computing.
     """
-    ends = time.monotonic() + limit_s
+    budget = Budget(limit_s)
     plans: dict[str, Assignment] = {}
     misfits: dict[str, str] = {}
     unknown: list[str] = []
     seen = set(known)
     for name in names:
-        left_s = ends - time.monotonic()
-        if left_s <= 0:
+        if budget.left_s <= 0:
             unknown.append(name)
             continue
         try:
@@ -59,7 +73,7 @@ def compare_strategies(
         if groups in seen:
             continue
         seen.add(groups)
-        found = _searched(request, pools, pins, left_s)
+        found = _searched(request, pools, pins, budget.left_s)
         if isinstance(found, SearchResult):
             plans[name] = found.best
         elif found.overrun.item == "time":
@@ -108,5 +122,5 @@ def _searched(
         pins=pins,
         seconds=request.seconds,
         staleness=request.staleness,
-        time_limit_s=limit_s,
+        time_limit_s=_WALL * limit_s,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rolemesh.placement.auto import plan_of
-from rolemesh.placement.compare import Compared, best_on_pools, price
+from rolemesh.placement.compare import Budget, Compared, best_on_pools, price
 from rolemesh.placement.lengths import Fixed, Lengths, LogNormal, Measured
 from rolemesh.placement.plan import PlacementPlan
 from rolemesh.placement.roles import PlanRequest
@@ -86,12 +85,11 @@ class LengthRange:
         if self.now:
             return f"at a mean of {_n(self.mean)} response tokens {self.now}"
         others = ", ".join(self.against)
-        whole = (self.low, self.high) == (self.first, self.last)
-        checked = "all that was" if whole else f"from {_n(self.first)} to {_n(self.last)}"
         ends = [f"below, {self.below}"] * bool(self.below) + [f"above, {self.above}"] * bool(self.above)
         return (
             f"the plan stays best from {_n(self.low)} to {_n(self.high)} response tokens on average "
-            f"(checked: {checked}; against {others})" + "".join(f"; {end}" for end in ends)
+            f"(checked from {_n(self.first)} to {_n(self.last)}, against {others})"
+            + "".join(f"; {end}" for end in ends)
         )
 
 
@@ -108,11 +106,11 @@ def length_range(
 
     Layouts and settings of all stay as they are; with `own_pools` the plan's own pools are also laid out for
     the shortest and the longest lengths looked at. A plan is best that no other beats by more than `tie`.
-    After `limit_s` it says what was looked at till then. None without another plan, or where the plan does
-    not fit at the assumed lengths.
+    After `limit_s` seconds of computing it says what was looked at till then. None without another plan, or
+    where the plan does not fit at the assumed lengths.
     """
     load = request.workload
-    search = _Search(plan, request, others, tie, time.monotonic() + limit_s)
+    search = _Search(plan, request, others, tie, Budget(limit_s))
     lengths = load.response_lengths
     if (start := search.verdict(1.0)) is None:
         return None
@@ -132,9 +130,9 @@ def length_range(
 
 class _Search:
     def __init__(
-        self, plan: PlacementPlan, request: PlanRequest, others: Compared, tie: float, ends: float
+        self, plan: PlacementPlan, request: PlanRequest, others: Compared, tie: float, budget: Budget
     ) -> None:
-        self.plan, self.request, self.tie, self.ends = plan, request, tie, ends
+        self.plan, self.request, self.tie, self.budget = plan, request, tie, budget
         mine = frozenset(frozenset(pool.roles) for pool in plan.pools)
         self.others: dict[str, PlacementPlan] = {
             name: plan_of(request, best, name)
@@ -144,14 +142,14 @@ class _Search:
 
     def verdict(self, factor: float) -> str | None:
         """Why the plan is not best at lengths times `factor`; empty where it is, None for no time left."""
-        if time.monotonic() > self.ends:
+        if self.budget.left_s <= 0:
             return None
         load = self.request.workload
         there = replace(load, response_lengths=scaled(load.response_lengths, factor))
         request = replace(self.request, workload=there)
         mine = price(request, self.plan)
         if mine is None:
-            return "it does not fit" if time.monotonic() < self.ends else None
+            return "it does not fit" if self.budget.left_s > 0 else None
         found: dict[str, Assignment] = {}
         for name, other in self.others.items():
             if (best := price(request, other)) is not None:
@@ -165,12 +163,12 @@ class _Search:
         """The plan's own pools with the layouts that are best at these factors, as far as a part of the time
         goes.
         """
-        ends = time.monotonic() + 0.6 * (self.ends - time.monotonic())
+        mine = Budget(0.6 * self.budget.left_s)
         for name, factor in factors.items():
             load = self.request.workload
             there = replace(load, response_lengths=scaled(load.response_lengths, factor))
             request = replace(self.request, workload=there)
-            found = best_on_pools(request, self.plan, limit_s=ends - time.monotonic())
+            found = best_on_pools(request, self.plan, limit_s=mine.left_s)
             if found is not None:
                 self.others[f"its own pools laid out for the {name}"] = found
 
