@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolemesh.launch.pictures.svg import (
@@ -96,9 +96,8 @@ def device_counts_chart(points: Sequence[CountPoint], *, now: int) -> Markup:
     return svg(_BOTTOM + 36, parts, "tokens per second and device over devices")
 
 
-def _misfits(points: Sequence[CountPoint], x: object) -> list[str]:
+def _misfits(points: Sequence[CountPoint], x: Callable[[float], float]) -> list[str]:
     """Hatched columns, as wide as half the way to the neighbours, where nothing fits."""
-    assert callable(x)
     parts = []
     for i, point in enumerate(points):
         if not point.misfit or point.rates:

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import LAYOUT, look
+from browser import LAYOUT, complaints, look
 from typer.testing import CliRunner
 
-from rolemesh.launch import plan_command
+from rolemesh.launch import html, plan_command
 from rolemesh.launch.cli import main
 
 pytestmark = pytest.mark.full
@@ -65,12 +65,19 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: object) -> tup
 def check(page: Path) -> dict:
     text = page.read_text()
     assert not re.search(r"https?:|<script|<link|<img|src=|url\((?!#)|@import", text)
+    assert complaints(page) == []
     seen = look(page, SCRIPT)
     assert (seen["empty"], seen["outside"], seen["loaded"], seen["cut"]) == (0, [], [], 0)
     assert seen["wider"] <= 0
     for name in ("placement map", "links", "Gantt chart of a step", "memory over a step", "strategies"):
         assert name in seen["names"], seen["names"]
     return seen
+
+
+def test_the_browser_complains_of_what_the_page_forbids(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(html.page("a page", html.Markup("<script>1</script>")))
+    assert any("Content Security Policy" in line for line in complaints(page))
 
 
 def test_a_small_plan_is_drawn(tmp_path, monkeypatch):
