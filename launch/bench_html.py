@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from rolemesh.launch import html
 from rolemesh.launch.bench_result import BenchResult, CellResult, fastest, number
+from rolemesh.launch.pictures.cells import rows_of
+from rolemesh.launch.pictures.placement_map import device_squares, pool_colours
+from rolemesh.launch.pictures.svg import colours
 from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.plan import PlacementPlan
 from rolemesh.placement.pools import PoolSpec
@@ -69,7 +72,7 @@ def _scaling(result: BenchResult) -> list[html.Markup]:
     groups: dict[tuple[str, str], list[CellResult]] = {}
     for cell in result.cells:
         groups.setdefault((cell.model, cell.workload), []).append(cell)
-    chosen = html.colours(result.strategies)
+    chosen = colours(result.strategies)
     charts = []
     for (model, workload), cells in groups.items():
         if len({cell.devices for cell in cells if cell.step_s}) < 2:
@@ -104,9 +107,9 @@ def _case(cells: Sequence[CellResult]) -> list[str]:
     parts += [_reason(cell) for cell in cells if cell not in planned]
     if not planned:
         return parts
-    operations = html.colours(bar.operation for cell in planned for bar in cell.bars)
+    operations = colours(bar.operation for cell in planned for bar in cell.bars)
     end = max(bar.end_s for cell in planned for bar in cell.bars)
-    items = html.colours(item for cell in planned for item in _items(cell.plan))
+    items = colours(item for cell in planned for item in _items(cell.plan))
     items |= {_FULLEST: _GREY} if items else {}
     steps = [html.figure(_gantt(cell, end, operations), _caption(cell)) for cell in planned]
     parts.append(html.subsection("One step", html.legend(operations), *steps))
@@ -189,30 +192,17 @@ def _placement(cell: CellResult) -> html.Markup:
     """The devices, coloured by pool."""
     plan = cell.plan
     assert plan is not None, "only a plan has devices"
-    chosen = html.colours(pool.name for pool in plan.pools)
-    nodes: dict[str, list[str]] = {}
-    for pool in plan.pools:
-        for node, count in plan.nodes.get(pool.name, ()):
-            nodes.setdefault(node, []).extend([pool.name] * count)
-    for node, count in plan.idle.items():
-        nodes.setdefault(node, []).extend([""] * count)
-    ordered = {name: nodes[name] for name in sorted(nodes, key=_node_order)}
-    keys = {_pool_key(pool): chosen[pool.name] for pool in plan.pools}
     idle = sum(plan.idle.values())
     said = [cell.strategy, f"{idle} devices idle" if idle else "", cell.plan_file]
     caption = "; ".join(part for part in said if part)
-    drawn = html.placement_map(ordered, chosen=chosen, left=_LEFT) if nodes else ""
+    keys = {_pool_key(pool): pool_colours(plan)[pool.name] for pool in plan.pools}
+    drawn = device_squares(rows_of(plan, coarse=True), plan)
     return html.figure(html.Markup(f"{html.legend(keys)}{drawn}"), caption)
 
 
 def _pool_key(pool: PoolSpec) -> str:
     """The pool's name, with its roles where these are not the name."""
     return pool.name if pool.name == "+".join(pool.roles) else f"{pool.name}: {', '.join(pool.roles)}"
-
-
-def _node_order(name: str) -> tuple[str, int, str]:
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :] or 0), name
 
 
 def _items(plan: PlacementPlan | None) -> list[str]:

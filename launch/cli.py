@@ -193,6 +193,10 @@ def plan_of_recipe(
     lengths_from: Annotated[
         Path | None, typer.Option("--lengths-from", help="Plan for the response lengths of this run folder.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write pictures of the plan to this file.")
+    ] = None,
+    show_map: Annotated[bool, typer.Option("--map", help="Also print devices and step as text.")] = False,
 ) -> int:
     """Print where a recipe's roles go; start nothing. The word `recipe` may be left out."""
     from rolemesh.launch import plan_command
@@ -213,6 +217,8 @@ def plan_of_recipe(
             pins=pin or (),
             lengths_from=lengths_from,
             top=top,
+            show_map=show_map,
+            html=html,
         )
         if emit:
             from rolemesh.launch.emit_command import emitted

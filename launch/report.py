@@ -17,7 +17,7 @@ from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.plan import PlacementPlan
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.profile_file import fed, profile_text, read_profile_data
-from rolemesh.placement.schedule import ahead_of
+from rolemesh.placement.schedule import ahead_of, waits_for
 from rolemesh.placement.simulator import SimulatedPool, Simulation, SimulationError, simulate_period
 from rolemesh.placement.steps import step_graph, step_names
 from rolemesh.placement.timeline import Span, Timeline, TimelineError
@@ -89,7 +89,7 @@ class MemoryReport:
 class RunReport:
     """Everything that is known of a run. `measured` and `predicted` are the spans of one step, from 0.
 
-    `notes` say what could not be compared and why.
+    `notes` say what could not be compared and why. `waits` are, by operation, those it waits for.
     """
 
     folder: Path
@@ -106,6 +106,7 @@ class RunReport:
     notes: tuple[str, ...] = ()
     device_of_pool: Mapping[str, str] = field(default_factory=dict)
     recoveries: tuple[str, ...] = ()
+    waits: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def step_error(self) -> float | None:
@@ -215,6 +216,7 @@ def read_report(folder: str | Path) -> RunReport:
         notes=tuple(notes),
         device_of_pool=_devices(plan),
         recoveries=tuple(map(str, read_recoveries(folder))),
+        waits=waits_for(graph, staleness) if graph else {},
     )
 
 

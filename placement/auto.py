@@ -78,7 +78,7 @@ def plan_strategy(
         if isinstance(strategy, str):
             name, specs = strategy, named_pools(strategy, list(request.roles), request.cluster)
         nodes = fit_pools(list(specs), request.cluster).nodes
-    pools = [_planned(spec, nodes[spec.name], request.cluster) for spec in specs]
+    pools = [planned_pool(spec, nodes[spec.name], request.cluster) for spec in specs]
     found = search_given(
         request.graph,
         pools,
@@ -212,7 +212,7 @@ def _spec(pool: PlannedPool, cluster: ClusterSpec, pins: Sequence[Pin]) -> PoolS
     )
 
 
-def _planned(spec: PoolSpec, nodes: Sequence[tuple[str, int]], cluster: ClusterSpec) -> PlannedPool:
+def planned_pool(spec: PoolSpec, nodes: Sequence[tuple[str, int]], cluster: ClusterSpec) -> PlannedPool:
     """A pool on its nodes, for the search. Raises PlacementError for devices of several types."""
     there = {node.name: node for node in cluster.usable}
     types = sorted({there[name].device_type for name, _ in nodes})

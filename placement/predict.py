@@ -66,7 +66,7 @@ class Sampler:
         placed = plan if plan.nodes else plan.on(request.cluster)
         self.request = as_planned(request, placed)
         self.costs = PlannerCosts(self.request)
-        self.devices = {role: _devices(placed, role, request) for role in plan.roles}
+        self.devices = {role: devices_of(placed, placed.pool_of(role).name, request) for role in plan.roles}
         self.pools = {role: placed.pool_of(role).name for role in plan.roles}
         self.chosen = {role: self._option(role) for role in plan.roles}
         self._drawn: dict[tuple[int, int], NDArray[np.int64]] = {}
@@ -130,10 +130,10 @@ class Sampler:
         return self.costs.transfer_s(name, one, here, other, there, together=together)
 
 
-def _devices(plan: PlacementPlan, role: str, request: PlanRequest) -> DeviceSet:
-    pool = plan.pool_of(role)
+def devices_of(plan: PlacementPlan, pool: str, request: PlanRequest) -> DeviceSet:
+    """The devices of a pool of a plan that is on the request's cluster."""
     there = {node.name: node for node in request.cluster.usable}
-    nodes = plan.nodes[pool.name]
+    nodes = plan.nodes[pool]
     groups = tuple(there[name].group for name, _ in nodes)
     return DeviceSet(
         there[nodes[0][0]].device_type,

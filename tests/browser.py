@@ -63,11 +63,21 @@ def screenshot(page: Path, picture: Path, *, width: int = 1100, height: int = 30
     _run(page, f"--screenshot={picture}", f"--window-size={width},{height}", page.as_uri())
 
 
+def complaints(page: Path) -> list[str]:
+    """What the browser says to its console about the page as it stands, its ban on scripts included."""
+    said = _started(page, "--enable-logging=stderr", "--dump-dom", page.as_uri()).stderr
+    return [line for line in said.splitlines() if "CONSOLE" in line]
+
+
 def _run(page: Path, *arguments: str) -> str:
+    return _started(page, *arguments).stdout
+
+
+def _started(page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [
         chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'browser'}", *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done

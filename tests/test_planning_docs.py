@@ -12,6 +12,7 @@ import pytest
 from tiny import tiny_checkpoint
 from typer.testing import CliRunner
 
+from rolemesh.launch import plan_command
 from rolemesh.launch.cli import main
 from rolemesh.placement.plan import PlacementPlan
 
@@ -46,13 +47,15 @@ def run(arguments: list[str]) -> tuple[int, str]:
 
 def test_the_planning_guides_commands_run(folder, monkeypatch):
     monkeypatch.chdir(folder)
+    for limit, seconds in (("_PRINTED_S", (0.3, 0.2)), ("_DRAWN_S", (0.5, 0.3)), ("_COUNTS_S", 0.5)):
+        monkeypatch.setattr(plan_command, limit, seconds)  # what is compared has tests of its own
     said = {}
     for arguments in commands():
         if arguments[0] in ("plan", "import"):
             code, output = run(arguments)
             assert code == (arguments[1] == "diff"), output  # the two plans differ
             said[" ".join(arguments)] = output
-    assert len(said) == 11
+    assert len(said) == 12
     assert "strategy" in said["plan diff runs/split.yaml runs/colocate.yaml"]
     assert PlacementPlan.from_yaml((folder / "runs" / "colocate.yaml").read_text()).strategy == "colocate"
     assert "# verl takes 32" in said["plan --from verl examples/imports/verl_ppo.yml trainer.nnodes=4"]

@@ -75,6 +75,17 @@ def gathered_seconds(
     return TENSOR * n_tensors(shape) + moving
 
 
+def moved_bytes(
+    shape: ModelShape | Dims, source: Layout, target: Layout, bytes_per_param: float = 2.0
+) -> float:
+    """Bytes that a device of one pool lacks of its part in `target`, having that in `source`."""
+    if (source.tp, source.pp, source.ep) == (target.tp, target.pp, target.ep):
+        return 0.0
+    model = weight_bytes(shape, bytes_per_param)
+    kept = model / (max(source.tp, target.tp) * max(source.pp, target.pp))
+    return max(model / (target.tp * target.pp) - kept, 0.0)
+
+
 def transfer_seconds(
     shape: ModelShape | Dims,
     source: Layout,
@@ -97,10 +108,7 @@ def transfer_seconds(
     wanted = model / (target.tp * target.pp)
     starts = BUCKET_START * max(1.0, wanted / BUCKET)
     if same_pool:
-        if (source.tp, source.pp, source.ep) == (target.tp, target.pp, target.ep):
-            return 0.0
-        kept = model / (max(source.tp, target.tp) * max(source.pp, target.pp))
-        lacking = max(wanted - kept, 0.0)
+        lacking = moved_bytes(shape, source, target, bytes_per_param)
         fast = max(source.tp * source.pp, target.tp * target.pp) <= links.per_node
         rate = links.intra * efficiency.link if fast else links.inter * efficiency.network
         return starts + lacking / rate if lacking > 0 else 0.0

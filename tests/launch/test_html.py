@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from rolemesh.launch import html
+from rolemesh.launch.pictures import svg
 
 VOID = {"meta", "br"}
 
@@ -55,9 +56,8 @@ BARS = [
 def test_a_page_is_whole_and_asks_for_nothing():
     document = html.page(
         "Run <1>",
-        html.section("Step & time", html.gantt(BARS), html.legend(html.colours(["a", "b"]))),
+        html.section("Step & time", html.gantt(BARS), html.legend(svg.colours(["a", "b"]))),
         html.figure(html.bar_chart({"actor": {"weights": 1.0}}), "memory"),
-        html.placement_map({"node-0": ["actor", ""]}),
         "plain <text>",
     )
     texts = parsed(document).texts
@@ -77,7 +77,7 @@ def test_gantt_bars_are_as_long_as_their_time_and_start_when_it_starts():
     assert float(second["width"]) == pytest.approx(float(first["width"]) / 4, abs=0.2)
     assert float(third["x"]) == pytest.approx(float(first["x"]) + float(first["width"]), abs=0.2)
     assert first["y"] == third["y"] != second["y"]
-    assert float(third["x"]) + float(third["width"]) <= html.WIDTH
+    assert float(third["x"]) + float(third["width"]) <= svg.WIDTH
 
 
 def test_two_gantts_with_one_end_have_one_scale():
@@ -106,21 +106,13 @@ def test_stacked_bars_follow_one_another_and_state_their_sum():
     assert 'class="limit"' in chart
 
 
-def test_equal_neighbours_share_a_row_of_the_map():
-    nodes = {f"node-{i}": ["actor"] * 8 for i in range(1000)} | {"last": ["critic", ""]}
-    chart = html.placement_map(nodes)
-    assert len(rectangles(chart)) == 10
-    assert "node-0 ... node-999 (1000)" in parsed(chart).texts
-    assert rectangles(chart)[-1]["fill"] == "#fff"
-
-
 def test_lines_on_logarithmic_axes_keep_to_the_chart_and_leave_out_what_has_no_logarithm():
     chart = html.line_chart(
         {"a": [(8, 10.0), (1024, 900.0), (16, 0.0)]}, x_label="devices", y_label="tokens/s", log=True
     )
     circles = [element.attrib for element in ElementTree.fromstring(chart).iter("circle")]
     assert len(circles) == 2
-    assert all(0 <= float(c["cx"]) <= html.WIDTH and 0 <= float(c["cy"]) <= 344 for c in circles)
+    assert all(0 <= float(c["cx"]) <= svg.WIDTH and 0 <= float(c["cy"]) <= 344 for c in circles)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,6 @@ def test_lines_on_logarithmic_axes_keep_to_the_chart_and_leave_out_what_has_no_l
         html.gantt([]),
         html.bar_chart({}),
         html.line_chart({}, x_label="x", y_label="y"),
-        html.placement_map({}),
         html.line_chart({"a": [(1.0, 2.0)]}, x_label="x", y_label="y"),
     ],
 )
@@ -138,7 +129,7 @@ def test_nothing_to_draw_is_no_error(chart):
 
 
 def test_colours_follow_first_appearance_and_repeat():
-    chosen = html.colours(["a", "b", "a", *"cdefghijklmnop"])
-    assert chosen["a"] == html.PALETTE[0]
-    assert chosen["b"] == html.PALETTE[1]
-    assert chosen["p"] == html.PALETTE[0]
+    chosen = svg.colours(["a", "b", "a", *"cdefghijklmnop"])
+    assert chosen["a"] == svg.PALETTE[0]
+    assert chosen["b"] == svg.PALETTE[1]
+    assert chosen["p"] == svg.PALETTE[0]

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from rolemesh.launch import plan_command
 from rolemesh.launch.cli import main
 from rolemesh.launch.extras import extra_of
 from rolemesh.placement.known_models import known_model, known_names
@@ -78,6 +80,15 @@ def test_lengths_of_a_run_take_the_place_of_the_recipes(tmp_path: Path):
     assert "responses: log-normal, mean 650 tokens, 95% below 2000" in said
     code, said = rolemesh("plan", RECIPE, *fixed, "--lengths-from", tmp_path / "none")
     assert (code, "no metrics.jsonl there" in said) == (2, True)
+
+
+@pytest.mark.parametrize(("seconds", "pools", "ties"), [(10.2, 1, 1), (9.8, 1, 1), (8.0, 1, 0), (10.2, 2, 0)])
+def test_a_strategy_that_is_simpler_and_as_fast_is_a_tie(seconds: float, pools: int, ties: int):
+    plan = SimpleNamespace(prediction=SimpleNamespace(step_s=10.0), pools=("a", "b"))
+    other = SimpleNamespace(makespan_s=seconds, pools=("a", "b")[:pools])
+    said = list(plan_command._simpler(plan, SimpleNamespace(plans={"colocate": other})))
+    assert len(said) == ties
+    assert all("tie with colocate" in line and "within 3%" in line for line in said)
 
 
 @pytest.mark.parametrize("name", known_names())

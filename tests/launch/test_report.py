@@ -99,7 +99,9 @@ def test_a_run_without_predictions_is_only_measured(tmp_path):
     assert report.predicted_step_s is None
     assert all(op.predicted_s is None and op.measured_s for op in report.operations)
     assert any("predicts no seconds" in note for note in report.notes)
-    assert "measured, the step of median length" in report_page(report)
+    page = report_page(report)
+    assert "measured, the step of median length" in page
+    assert "planned" not in page
 
 
 def test_a_run_without_plan_recipe_or_memory_is_reported_too(tmp_path):
@@ -122,10 +124,11 @@ def test_a_broken_plan_is_a_note_and_no_run_is_an_error(tmp_path):
 
 def test_the_page_draws_both_steps_and_asks_for_nothing(report):
     page = report_page(report)
-    for wanted in ("predicted", "measured, the step of median length", "Placement", "actor_side rank 1"):
+    for wanted in ("actor_side, planned", "actor_side, measured", "Placement", "actor_side rank 1"):
         assert wanted in page
-    assert page.count('aria-label="Gantt chart"') == 2
-    assert not re.search(r"https?:|<script|<link|<img|src=|url\(|@import", page)
+    assert page.count('aria-label="Gantt chart of a step"') == 1  # both steps on one axis
+    assert page.count('aria-label="Gantt chart"') == 1  # every rank
+    assert not re.search(r"https?:|<script|<link|<img|src=|url\((?!#)|@import", page)
 
 
 def test_seconds_by_kind_are_those_of_operations_on_the_device_type(report):
@@ -173,7 +176,7 @@ def test_a_browser_shows_the_report_with_all_labels_inside_and_loads_nothing(rep
     file.write_text(report_page(report))
     assert "Content-Security-Policy" in file.read_text()  # the browser itself keeps requests in
     seen = look(file)
-    assert seen["charts"] == 5  # two steps, operations, memory, placement
+    assert seen["charts"] == 5  # both steps, every rank, operations, memory, placement
     assert (seen["empty"], seen["outside"], seen["loaded"]) == (0, [], [])
     assert seen["wider"] <= 0
     screenshot(file, tmp_path / "shot.png")
