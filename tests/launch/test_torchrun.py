@@ -86,7 +86,7 @@ def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
 def torchrun_names() -> set[str]:
     from rolemesh.launch import rendezvous
 
-    return set(rendezvous.NAMES)
+    return set(rendezvous.LAUNCHER)
 
 
 @pytest.mark.slow
