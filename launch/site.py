@@ -73,7 +73,8 @@ class Site(Section):
                 )
             if is_secret(name):
                 raise RecipeError(
-                    f"env.{name} holds a secret, which no file should; keep it in your shell, and list it in forward"
+                    f"env.{name} holds a secret, which no file should; keep it in your shell, and list it in "
+                    "forward"
                 )
         for mount in self.mounts:
             if not all(part.startswith("/") for part in mount.split(":")[:2]) or ":" not in mount:

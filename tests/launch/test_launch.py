@@ -251,7 +251,8 @@ def test_a_dry_run_prints_the_command_of_every_node(folder):
         (["slurm", "recipe.yaml", "run.env.RANK=1"], "env.RANK is set by launchers"),
     ],
 )
-def test_what_cannot_start_is_told(folder, words, said):
+def test_what_cannot_start_is_told(folder, monkeypatch, words, said):
+    monkeypatch.setenv("PATH", f"{folder}/bin")
     code, _, told = launch(*words)
     assert code == 2
     assert said in told
