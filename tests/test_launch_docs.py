@@ -43,11 +43,9 @@ def test_a_command_names_modules_files_and_keys_that_exist(command, tmp_path):
 
 def test_the_site_file_shows_every_key():
     (text,) = re.findall(r"```yaml site\n(.*?)```", TEXT, re.DOTALL)
-    site = build(Site, yaml.safe_load(text))
-    shown = {
-        *yaml.safe_load(text),
-        *(f"{part}.{key}" for part in ("slurm", "k8s") for key in yaml.safe_load(text)[part]),
-    }
+    tree = yaml.safe_load(text)
+    site = build(Site, tree)
+    shown = {*tree, *(f"{part}.{key}" for part in ("slurm", "k8s") for key in tree[part])}
     assert shown == {key.path for key in declared(Site)}
     assert site.slurm.runtime == "pyxis"
 

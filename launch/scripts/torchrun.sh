@@ -19,7 +19,7 @@ if [[ $# -eq 0 ]]; then
     exit 2
 fi
 
-exec "${PYTHON:-python}" -m torch.distributed.run \
+exec "${PYTHON:-python}" -m rolemesh.launch.elastic \
     --nnodes "${NNODES:-1}" \
     --node-rank "${NODE_RANK:-0}" \
     --nproc-per-node "${NPROC_PER_NODE:-1}" \

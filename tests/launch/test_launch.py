@@ -217,7 +217,7 @@ def test_torchrun_runs_on_this_node_with_its_rank_and_no_secret_on_a_command_lin
     subprocess.run([program, *command[1:]], env=variables, check=True, timeout=20)
     words = (folder / "arguments").read_text().splitlines()
     assert words == [
-        "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1",
+        "-m", "rolemesh.launch.elastic", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1",
         "--master-addr", "10.0.0.1", "--master-port", "29501", "--rdzv-id", "mine",
         "-m", "rolemesh.launch.torchrun", f"{folder}/recipe.yaml", f"run.dir={folder}/runs/recipe",
     ]  # fmt: skip

@@ -75,7 +75,7 @@ def test_slurm_starts_torchrun_once_on_each_node(slurm, tmp_path):
     started = [shlex.split(line) for line in (tmp_path / "started").read_text().splitlines()]
     assert [line[line.index("--node-rank") + 1] for line in started] == ["0", "1"]
     for line in started:
-        assert line[:2] == ["-m", "torch.distributed.run"]
+        assert line[:2] == ["-m", "rolemesh.launch.elastic"]
         options = dict(zip(line[2:-5:2], line[3:-5:2], strict=True))
         assert options | {"--node-rank": ""} == {
             "--nnodes": "2",

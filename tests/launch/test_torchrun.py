@@ -26,6 +26,19 @@ WORLD = LauncherWorld(
 )  # fmt: skip
 
 
+@pytest.mark.full
+def test_a_launch_ends_with_the_code_of_what_torchrun_started(tmp_path):
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(75)")
+    command = [
+        sys.executable,
+        "-m",
+        "rolemesh.launch.elastic",
+        "--nproc-per-node=2",
+        str(tmp_path / "ends.py"),
+    ]
+    assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 75
+
+
 def start(recipe: Path, *overrides: str, per_node: int = 1, nodes: int = 2) -> list[subprocess.Popen]:
     """An agent of torchrun for each node; a store of rank 0's agent on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
