@@ -1,7 +1,7 @@
 """`python -m rolemesh.launch.elastic OPTIONS`: torchrun, ending with the exit code of what it started.
 
-torchrun's own is 1 whenever a process ends with another than 0; a scheduler could not tell a run whose time is
-over (75) from one that failed.
+torchrun's own is 1 whenever a process ends with another than 0; a scheduler could not tell a run whose time
+is over (75) from one that failed.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def test_the_table_shows_no_secret(folder, monkeypatch):
 
 def test_a_checkpoint_is_told_with_its_size_its_time_and_what_is_free(folder):
     told = found(check(folder, "run.save_every=1"), "disk", "ok")
-    assert re.search(r"checkpoints of [\d.e-]+ GiB \(actor\), all kept", told)
+    assert re.search(r"checkpoints of [\d.e-]+ GiB \(actor\), 10 kept", told)
     assert re.search(r"\([\d.e+]+ GiB free\); one writer takes [\d.e-]+ s for one at [\d.e+]+ MB/s", told)
 
 
