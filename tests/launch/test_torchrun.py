@@ -77,12 +77,15 @@ def finish(agents: list[subprocess.Popen], limit_s: float) -> list[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
-    """Standing-by ranks, a port that another Ray may have, a long folder for Ray's files."""
+    """Standing-by ranks, a port that another Ray may have, a long folder for Ray's files; with variables of the
+    recipe and a copy of the model on both nodes, which share a disk here.
+    """
     recipe, long = small_recipe(tmp_path), tmp_path / ("x" * 80)
     with contextlib.ExitStack() as open_:
         with contextlib.suppress(OSError):  # taken already: as good
             open_.enter_context(socket.create_server(("127.0.0.1", 6379)))
-        agents = start(recipe, f"run.temp_dir={long}", per_node=2)
+        ours = [f"run.temp_dir={long}", "run.env.MINE=7", f"run.stage={tmp_path}/disk"]
+        agents = start(recipe, *ours, per_node=2)
         outputs = finish(agents, 300)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     assert "nodes: 2" in outputs[0]
@@ -90,7 +93,9 @@ def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [0, 1]
     assert "all: 2 devices" in outputs[0]
+    assert re.search(r"GiB copied on 1 of 2 nodes in \d+ s, to \S+/disk/policy-", outputs[0])
     seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["MINE"] == "7"
     assert not [name for name in seen if name in torchrun_names() or name.startswith("TORCHELASTIC_")]
     assert not list(long.iterdir())
     assert not users_of(long)
