@@ -77,8 +77,8 @@ def finish(agents: list[subprocess.Popen], limit_s: float) -> list[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
-    """Standing-by ranks, a port that another Ray may have, a long folder for Ray's files; with variables of the
-    recipe and a copy of the model on both nodes, which share a disk here.
+    """Standing-by ranks, a port that another Ray may have, a long folder for Ray's files; with variables of
+    the recipe and a copy of the model on both nodes, which share a disk here.
     """
     recipe, long = small_recipe(tmp_path), tmp_path / ("x" * 80)
     with contextlib.ExitStack() as open_:
