@@ -25,6 +25,7 @@ from rolemesh.launch.pricing import priced
 from rolemesh.launch.reward_keys import Scorer, scorers
 from rolemesh.launch.roles import Ref
 from rolemesh.launch.schema import Cluster, Recipe, Run
+from rolemesh.launch.walltime import walltime_lines
 from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
 from rolemesh.placement.memory.items import GIB
@@ -63,6 +64,7 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     _check_placement(recipe, shapes, offline, report)
     if judge is not None and report.plan is not None:
         report.problem("engine", judge_problems(recipe, report.plan, judge))
+    report.fine("walltime", walltime_lines(recipe.run))
     if not offline:
         resume_from(recipe.run, report)
         live_rows(recipe, shapes, report, steps)

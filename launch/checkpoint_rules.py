@@ -40,6 +40,26 @@ def useless_recovery_keys(run: Run) -> Iterator[tuple[str, str]]:
             yield f"run.{name}", "run.recoveries is 0, so a lost worker ends the run"
 
 
+def useless_walltime_keys(run: Run) -> Iterator[tuple[str, str]]:
+    """Keys of a job's time that count for nothing in a run that does not look at it, with the reason."""
+    if run.stop_before_walltime is None:
+        for name in ("walltime", "requeue"):
+            yield f"run.{name}", "run.stop_before_walltime is not given, so the run ends when it is done"
+
+
+def check_walltime(run: Run) -> None:
+    """Raise RecipeError where a job that starts again would begin anew, or has no time before its end."""
+    if run.requeue and run.resume != "auto":
+        raise RecipeError(
+            "run.requeue starts the same job again: set run.resume: auto, or it begins anew each time"
+        )
+    if run.walltime and run.stop_before_walltime and run.walltime <= run.stop_before_walltime:
+        raise RecipeError(
+            f"run.walltime is {run.walltime:g} s, run.stop_before_walltime {run.stop_before_walltime:g} s: "
+            "no time is left to train"
+        )
+
+
 def check_checkpoints(run: Run, val_files: Sequence[str]) -> None:
     """Raise RecipeError where no checkpoint would have a score to be the best by."""
     if run.keep_best == 0:

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from rolemesh.engine.loggers.secrets import hide
-from rolemesh.launch import cli_devices, cli_import, cli_services, cli_supervised
+from rolemesh.launch import cli_devices, cli_import, cli_launch, cli_services, cli_supervised
 from rolemesh.launch.extras import extra_of
 from rolemesh.launch.fields import InfeasibleError, RecipeError
 from rolemesh.launch.process import quick_imports
@@ -256,6 +256,7 @@ def _instead(plan: Path | None) -> list[str]:
 
 cli_devices.add_commands(main)
 cli_import.add_commands(main)
+cli_launch.add_commands(main)
 cli_services.add_commands(main)
 cli_supervised.add_commands(main)
 

@@ -6,19 +6,22 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rolemesh.engine.checkpoint.store import FOLDER
 from rolemesh.engine.ray.session import longest_socket_path, too_long
+from rolemesh.engine.staging import stage_bytes, staged_path
 from rolemesh.launch.check_report import CheckReport, Row
 from rolemesh.launch.doctor import limit_findings
 from rolemesh.launch.reward_keys import scorers
 from rolemesh.launch.run_lock import holder_of
 from rolemesh.launch.schema import Recipe, Run
+from rolemesh.launch.walltime import walltime_problems
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.memory.lora import adapter_params
@@ -31,6 +34,7 @@ _LEAST_STORE_BYTES = 256 << 20  # of /dev/shm, a third of which Ray's object sto
 _SPARE_DISK = 0.05
 _PORTS = 24  # that a Ray of one node listens on
 _PORTS_PER_WORKER = 8
+_SAMPLE_BYTES = 16 << 20
 _CONNECT_S = 5.0
 _LOOK_AT_ONCE = 16
 
@@ -41,15 +45,23 @@ def live_rows(recipe: Recipe, shapes: Mapping[str, ModelShape], report: CheckRep
     `shapes` are the models of the roles, `steps` those of the run (0: not known).
     """
     machine_rows(recipe.run, report)
-    trained = {
+    report.rows += checkpoint_rows(recipe.run, trained_numbers(recipe, shapes), steps, report.resume.path)
+    if recipe.run.address is None:
+        report.rows += stage_rows(
+            recipe.run, [str(getattr(recipe, role).path) for role in shapes if role != "rollout"]
+        )
+    report.rows += endpoint_rows(recipe)
+
+
+def trained_numbers(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> dict[str, int]:
+    """How many numbers each trained role learns: those of its adapters, or of its whole model."""
+    return {
         role: adapter_params(shape, Layout(), shape.n_layers, rank)
         if (rank := getattr(recipe, role).lora.rank)
         else shape.n_params
         for role, shape in shapes.items()
         if role in ("actor", "critic")
     }
-    report.rows += checkpoint_rows(recipe.run, trained, steps, report.resume.path)
-    report.rows += endpoint_rows(recipe)
 
 
 def machine_rows(run: Run, report: CheckReport) -> None:
@@ -57,6 +69,7 @@ def machine_rows(run: Run, report: CheckReport) -> None:
     memory, limits and ports.
     """
     report.rows += _folder_rows(run)
+    report.problem("walltime", walltime_problems(run))
     if run.address is not None:
         return
     n_workers = 0 if report.plan is None else report.plan.n_devices
@@ -82,7 +95,8 @@ def checkpoint_rows(run: Run, trained: Mapping[str, int], steps: int, resume: Pa
     what = f"{kept or 'all'} kept" + (", one more while it is written" if removes else "")
     what = f"checkpoints of {_gib(each)} ({', '.join(trained)}), {what}"
     if each * to_come <= free:
-        yield Row("disk", "ok", f"{what}: {_gib(each * to_come)} to come fit on the disk of {run.dir}")
+        fits = f"{what}: {_gib(each * to_come)} to come fit on the disk of {run.dir} ({_gib(free)} free)"
+        yield Row("disk", "ok", f"{fits}{_writing_time(each, _existing(folder))}")
         return
     yield Row(
         "disk",
@@ -90,6 +104,40 @@ def checkpoint_rows(run: Run, trained: Mapping[str, int], steps: int, resume: Pa
         f"{what}: {_gib(each * to_come)} to come, but {_existing(folder)} has {_gib(free)} free: "
         f"set run.keep_last{' lower' * (run.keep_last is not None)}, or run.dir on another disk",
     )
+
+
+def _writing_time(n_bytes: int, folder: Path) -> str:
+    """How long one writer takes for so many bytes, by a file that is written there, synced and removed."""
+    sample = bytes(_SAMPLE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            begun = time.perf_counter()
+            file.write(sample)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = len(sample) / (time.perf_counter() - begun)
+    except OSError:  # the row of the run folder says why
+        return ""
+    return f"; one writer takes {n_bytes / rate:.3g} s for one at {rate / 1e6:.3g} MB/s, measured now"
+
+
+def stage_rows(run: Run, models: Iterable[str]) -> Iterator[Row]:
+    """Whether the models that run.stage copies fit on this node's disk; other nodes look for themselves."""
+    if run.stage is None:
+        return
+    folders = sorted({path for path in models if Path(path).is_dir()})
+    needed = sum(stage_bytes(path) for path in folders if not staged_path(path, run.stage).exists())
+    there = _existing(Path(run.stage))
+    free = shutil.disk_usage(there).free
+    what = f"run.stage: {_gib(needed)} to copy, {there} has {_gib(free)} free"
+    if needed > free:
+        yield Row("disk", "problem", f"{what}: free space there, or set run.stage to another disk")
+    elif not os.access(there, os.W_OK) or not there.is_dir():
+        yield Row(
+            "disk", "problem", f"run.stage: {run.stage} cannot be made: {there} is not a writable folder"
+        )
+    else:
+        yield Row("disk", "ok", what)
 
 
 def endpoint_rows(recipe: Recipe) -> Iterator[Row]:

@@ -17,13 +17,9 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-INTERFACE = "ROLEMESH_INTERFACE"
-NAMES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+from rolemesh.launch.environment import INTERFACE, LAUNCHER, THREADS
+
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_THREADS = "OMP_NUM_THREADS"
 
 
 class LaunchError(RuntimeError):
@@ -75,10 +71,10 @@ class LauncherWorld:
             attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
         for name in list(environ):
-            if name in NAMES or name.startswith("TORCHELASTIC_"):
+            if name in LAUNCHER or name.startswith("TORCHELASTIC_"):
                 del environ[name]
-        if _THREADS in environ and _THREADS not in _environ_of(os.getppid()):
-            del environ[_THREADS]
+        if THREADS in environ and THREADS not in _environ_of(os.getppid()):
+            del environ[THREADS]
         return world
 
     def store(self, limit_s: float) -> dist.Store:

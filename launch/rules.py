@@ -5,7 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 
 from rolemesh.launch.algorithm_rules import check_algorithm, useless_algorithm_keys
-from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys, useless_recovery_keys
+from rolemesh.launch.checkpoint_rules import (
+    check_checkpoints,
+    check_walltime,
+    useless_checkpoint_keys,
+    useless_recovery_keys,
+    useless_walltime_keys,
+)
 from rolemesh.launch.fields import RecipeError, members
 from rolemesh.launch.loggers import useless_logger_keys
 from rolemesh.launch.reward_keys import check_reward, scorers, useless_reward_keys
@@ -31,6 +37,7 @@ def check_across(recipe: Recipe) -> None:
     check_algorithm(recipe)
     _check_schedule(recipe)
     check_checkpoints(recipe.run, recipe.data.val_files)
+    check_walltime(recipe.run)
     check_reward(recipe.reward)
     _check_comparisons(recipe)
     if recipe.has_ref and recipe.ref.kind == "remote" and not recipe.ref.endpoints:
@@ -116,6 +123,7 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         *useless_algorithm_keys(recipe),
         *useless_checkpoint_keys(recipe.run),
         *useless_recovery_keys(recipe.run),
+        *useless_walltime_keys(recipe.run),
         *useless_logger_keys(recipe.run),
     ):
         mark(reason, path)

@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import ClassVar, Literal
 
 from rolemesh.launch.algorithm_keys import Algorithm
+from rolemesh.launch.environment import BLOCKED, OURS, matches
 from rolemesh.launch.fields import RecipeError, Section, key
 from rolemesh.launch.reward_keys import Reward
 from rolemesh.launch.roles import Actor, Critic, Ref
@@ -129,6 +130,32 @@ class Run(Section):
         shown="the system's temporary folder",
         verl="ray_kwargs.ray_init._temp_dir",
     )
+    stage: str | None = key(
+        None,
+        "Folder on each node's own disk: models are copied into it once per node, and read from there.",
+        path=True,
+        shown="read where they are",
+    )
+    env: dict[str, str] = key(
+        {}, "Environment variables of the run's processes on all nodes, such as NCCL_DEBUG."
+    )
+    stop_before_walltime: float | None = key(
+        None,
+        "So long before the job's time is over the run saves and ends, before a step that would go beyond.",
+        unit="s",
+        above=0,
+        shown="never",
+    )
+    walltime: float | None = key(
+        None, "Time that the run may take from its start.", unit="s", above=0, shown="until Slurm's job ends"
+    )
+    requeue: bool = key(False, "Where the time is over, let Slurm start the job again.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.env:
+            if matches(name, (*BLOCKED, *OURS)):
+                raise RecipeError(f"env.{name} is set by launchers, Ray or the run itself: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,9 @@ def _settled(recipe: Recipe, launcher: LauncherWorld) -> list[str]:
     """Overrides: these ranks and their device. Raises RecipeError where the recipe says otherwise."""
     if recipe.run.address is not None:
         raise RecipeError("run.address: nothing here runs on Ray; leave it out")
+    for name in ("stage", "env"):
+        if getattr(recipe.run, name):
+            raise RecipeError(f"run.{name} is carried out by Ray, on each node; leave it out here")
     if recipe.rollout.engine == "vllm":
         raise RecipeError(
             "rollout.engine vllm has processes of its own, which Ray starts: use engine hf here"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,13 @@ from rolemesh.launch.loggers import run_info
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.recovery import Start, guarded, recoveries_of, until_done, workers
 from rolemesh.launch.run_folder import write_memory
-from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
+from rolemesh.launch.signals import stop_on_sigterm
+from rolemesh.launch.staged import stage_on_nodes
 from rolemesh.launch.supervised_check import plan_colocated
 from rolemesh.launch.supervised_config import supervised_yaml
 from rolemesh.launch.supervised_schema import PairData, SftData, SupervisedRecipe
-from rolemesh.launch.train import count_step, run_cluster
+from rolemesh.launch.train import count_step, ended_early, run_cluster, stopping_by
+from rolemesh.launch.walltime import Walltime
 from rolemesh.placement.plan import PlacementPlan
 
 SHOWN = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "train/lr", "perf/throughput")
@@ -46,8 +48,8 @@ SHOWN = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "train/lr",
 def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Path | None = None) -> int:
     """Train as the recipe says, placed as in `checked`; from the verified checkpoint `resume`, if any.
 
-    The run folder exists. Returns the exit code: 0, or EXIT_TERMINATED after a SIGTERM; whatever fails
-    raises, after every process of the run is ended.
+    The run folder exists. Returns the exit code, as `run_training`; whatever fails raises, after every
+    process of the run is ended.
     """
     train, val = load_examples(recipe)
     steps = recipe.run.steps
@@ -63,11 +65,13 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
             log = RunLog(recipe.run.dir, loggers)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
-            training = _Training(recipe, steps, train, val, log, progress, stopping, recoveries)
+            wall = Walltime.of(recipe.run, progress.write)
+            stop = stopping_by(stopping, wall)
+            training = _Training(recipe, steps, train, val, log, progress, stop, recoveries)
             training.place(checked.on(cluster))
             done = until_done(recipe.run, recoveries, progress, resume, training.attempt)
             progress.write(_ending(recipe, log, done, steps))
-    return 0 if done == steps else EXIT_TERMINATED
+    return 0 if done == steps else ended_early(recipe.run, wall)
 
 
 @dataclass
@@ -183,7 +187,10 @@ def _worker_group(
 ) -> Iterator[RayWorkerGroup]:
     """The model's worker group, loaded; its processes are ended with the block. `wait_s` as for `train`."""
     (spec,) = plan.pools
-    limit_s = recipe.run.timeout_s
+    limit_s, model = recipe.run.timeout_s, recipe.model
+    if recipe.run.stage is not None:
+        copies = stage_on_nodes([model.path], recipe.run, spec.device_kind, progress)
+        recipe = replace(recipe, model=replace(model, path=copies[model.path]))
     pool = ResourcePool(
         spec.process_on_nodes,
         name_prefix=spec.name,

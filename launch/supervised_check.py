@@ -13,8 +13,9 @@ from rolemesh.launch.checkpoints import Checkpoint, read_checkpoint
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.loggers import absent_loggers
 from rolemesh.launch.plan import PLANNING_ERRORS
-from rolemesh.launch.preflight import checkpoint_rows, machine_rows
+from rolemesh.launch.preflight import checkpoint_rows, machine_rows, stage_rows
 from rolemesh.launch.supervised_schema import PairData, SftData, SupervisedRecipe
+from rolemesh.launch.walltime import walltime_lines
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.plan import PlacementPlan, make_plan
@@ -45,7 +46,10 @@ def check_supervised(recipe: SupervisedRecipe) -> CheckReport:
     except PLANNING_ERRORS as error:
         report.problem("placement", [f"layout: {error}"])
     resume_from(recipe.run, report)
+    report.fine("walltime", walltime_lines(recipe.run))
     machine_rows(recipe.run, report)
+    if recipe.run.address is None:
+        report.rows += stage_rows(recipe.run, [recipe.model.path])
     report.rows += checkpoint_rows(recipe.run, trained, steps, report.resume.path)
     return report
 

@@ -8,7 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from rolemesh.launch.checkpoint_rules import check_checkpoints, useless_checkpoint_keys, useless_recovery_keys
+from rolemesh.launch.checkpoint_rules import (
+    check_checkpoints,
+    check_walltime,
+    useless_checkpoint_keys,
+    useless_recovery_keys,
+    useless_walltime_keys,
+)
 from rolemesh.launch.config import build, covers, read_tree, written_out
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.loggers import useless_logger_keys
@@ -40,6 +46,7 @@ def parse_supervised(
         if written := sorted(key for key in recipe.given if covers(name, key)):
             raise RecipeError(f"{written[0]} would have no effect: {reason}; leave it out")
     check_checkpoints(recipe.run, recipe.data.val_files)
+    check_walltime(recipe.run)
     if recipe.run.best_metric == "val/accuracy" and not isinstance(recipe, RmRecipe):
         raise RecipeError("run.best_metric is val/accuracy, which pairs have (train-rm): use val/loss")
     return recipe
@@ -48,7 +55,8 @@ def parse_supervised(
 def useless_keys(recipe: SupervisedRecipe) -> dict[str, str]:
     """Dotted keys that count for nothing in this recipe, with the reason."""
     run = recipe.run
-    idle = dict([*useless_checkpoint_keys(run), *useless_recovery_keys(run), *useless_logger_keys(run)])
+    useless = (useless_checkpoint_keys, useless_recovery_keys, useless_walltime_keys, useless_logger_keys)
+    idle = dict(pair for rule in useless for pair in rule(run))
     if recipe.run.steps is not None:
         idle["run.epochs"] = f"run.steps fixes the length at {recipe.run.steps} steps"
     if recipe.run.address is not None:

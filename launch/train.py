@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -53,6 +54,8 @@ from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.schema import Recipe, Run
 from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
+from rolemesh.launch.staged import staged
+from rolemesh.launch.walltime import EXIT_WALLTIME, Walltime, requeue
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
 from rolemesh.placement.plan import PlacementPlan
 
@@ -85,9 +88,9 @@ def run_training(
     """Train as the recipe says, placed as in `checked`, the plan of its pre-flight check: on the nodes of
     the live cluster, or on a local one with as many devices; from the verified checkpoint `resume`, if any.
 
-    The run folder exists. Returns the exit code: 0, or EXIT_TERMINATED after a SIGTERM; whatever fails
-    raises, after every process of the run is ended. Workers that are lost are started again, as often as the
-    recipe says. Ray is the `runtime` unless another one is given.
+    The run folder exists. Returns the exit code: 0, EXIT_TERMINATED after a SIGTERM, or EXIT_WALLTIME where
+    the job's time is over; whatever fails raises, after every process of the run is ended. Workers that are
+    lost are started again, as often as the recipe says. Ray is the `runtime` unless another one is given.
     """
     runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch, lost_workers)
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
@@ -105,13 +108,32 @@ def run_training(
             log = RunLog(recipe.run.dir, loggers)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
+            wall = Walltime.of(recipe.run, progress.write)
+            stop = stopping_by(stopping, wall)
             training = _Training(
-                recipe, steps, tokenizer, train, val, runtime, log, progress, stopping, recoveries
+                recipe, steps, tokenizer, train, val, runtime, log, progress, stop, recoveries
             )
             training.place(checked.on(cluster), cluster)
             done = until_done(recipe.run, recoveries, progress, resume, training.attempt)
             progress.write(_ending(recipe, log, done, steps))
-    return 0 if done == steps else EXIT_TERMINATED
+    return 0 if done == steps else ended_early(recipe.run, wall)
+
+
+def stopping_by(asked: Callable[[], bool], wall: Walltime) -> Callable[[], bool]:
+    """Whether a run is to stop after its step: someone asked, or the job's time is over. Both are asked."""
+    return lambda: any([wall.due(), asked()])
+
+
+def ended_early(run: Run, wall: Walltime) -> int:
+    """The exit code of a run that stopped before its last step; Slurm starts the job again where it should.
+
+    Raises RecipeError where Slurm refuses.
+    """
+    if not wall.reached:
+        return EXIT_TERMINATED
+    if run.requeue:
+        print(requeue(), flush=True)
+    return EXIT_WALLTIME
 
 
 @dataclass
@@ -282,15 +304,28 @@ def count_step(progress: Progress, step: int) -> None:
 
 @contextlib.contextmanager
 def run_cluster(run: Run, checked: PlacementPlan) -> Iterator[ClusterSpec]:
-    """The cluster at `run.address`, or one of our own with the devices of the plan."""
+    """The cluster at `run.address`, or our own with the plan's devices; with the run's variables."""
     kind = checked.pools[0].device_kind
-    if run.address is not None:
-        with joined_cluster(run.address, device_kind=kind) as cluster:
+    with _environment(run.env):
+        if run.address is not None:
+            with joined_cluster(run.address, device_kind=kind, env=run.env) as cluster:
+                yield cluster
+            return
+        slots = checked.n_devices + sum(checked.idle.values()) if kind == "cpu" else 0
+        with local_cluster(slots, device_kind=kind, temp_dir=run.temp_dir) as cluster:
             yield cluster
-        return
-    slots = checked.n_devices + sum(checked.idle.values()) if kind == "cpu" else 0
-    with local_cluster(slots, device_kind=kind, temp_dir=run.temp_dir) as cluster:
-        yield cluster
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
 
 
 @contextlib.contextmanager
@@ -301,6 +336,7 @@ def _worker_groups(
 
     `wait_s`: as long as devices are missing that were there before.
     """
+    recipe = staged(recipe, plan.pools[0].device_kind, progress)
     common: dict[str, Any] = {
         "collective_timeout_s": recipe.run.timeout_s,
         "fetch_timeout_s": recipe.run.timeout_s,

@@ -9,8 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
-from rolemesh.launch.config import load_recipe
+from rolemesh.launch.config import build, load_recipe
+from rolemesh.launch.fields import declared
+from rolemesh.launch.site import Site
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/launch.md").read_text()
@@ -38,8 +41,18 @@ def test_a_command_names_modules_files_and_keys_that_exist(command, tmp_path):
     assert load_recipe(ROOT / "examples/quickstart.yaml", overrides)
 
 
+def test_the_site_file_shows_every_key():
+    (text,) = re.findall(r"```yaml site\n(.*?)```", TEXT, re.DOTALL)
+    tree = yaml.safe_load(text)
+    site = build(Site, tree)
+    shown = {*tree, *(f"{part}.{key}" for part in ("slurm", "k8s") for key in tree[part])}
+    assert shown == {key.path for key in declared(Site)}
+    assert site.slurm.runtime == "pyxis"
+
+
 def test_every_way_to_start_is_there():
     started = " ".join(COMMANDS)
     for way in ("rolemesh train", "ray job submit", "rolemesh.launch.torchrun", "torchrun.sh", "train.sbatch",
-                "rayjob.yaml", "rolemesh.launch.spmd"):  # fmt: skip
+                "rayjob.yaml", "rolemesh.launch.spmd", "rolemesh launch slurm", "rolemesh launch k8s",
+                "rolemesh launch torchrun"):  # fmt: skip
         assert way in started

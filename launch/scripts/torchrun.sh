@@ -7,6 +7,7 @@
 # NODE_RANK       number of this node, from 0; node 0 has the Ray head and the driver (0)
 # MASTER_ADDR     an address or resolvable name of node 0 (127.0.0.1)
 # MASTER_PORT     a free port of node 0, the same everywhere (29500)
+# RUN_ID          a name of this run, the same everywhere (rolemesh)
 # NPROC_PER_NODE  processes that torchrun starts on a node; all but the first stand by (1)
 # MODULE          rolemesh.launch.torchrun, or rolemesh.launch.spmd to train without Ray
 # PYTHON          the Python that rolemesh is installed for (python)
@@ -18,10 +19,11 @@ if [[ $# -eq 0 ]]; then
     exit 2
 fi
 
-exec "${PYTHON:-python}" -m torch.distributed.run \
+exec "${PYTHON:-python}" -m rolemesh.launch.elastic \
     --nnodes "${NNODES:-1}" \
     --node-rank "${NODE_RANK:-0}" \
     --nproc-per-node "${NPROC_PER_NODE:-1}" \
     --master-addr "${MASTER_ADDR:-127.0.0.1}" \
     --master-port "${MASTER_PORT:-29500}" \
+    --rdzv-id "${RUN_ID:-rolemesh}" \
     -m "${MODULE:-rolemesh.launch.torchrun}" "$@"

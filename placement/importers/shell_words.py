@@ -9,6 +9,7 @@ from rolemesh.placement.importers.settings import ForeignConfigError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*\+?)=")
 _REDIRECT = re.compile(r"(\d*|&)(<<<|<<-?|>>|>\||<|>)(&\d+|&-)?")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 _VARIABLE = re.compile(r"[A-Za-z_]\w*|[\d@*#?$!]")
 
 
@@ -49,10 +50,11 @@ class Word:
 
 @dataclass(frozen=True)
 class Command:
-    """The words of a command, and the line where it starts."""
+    """The words of a command, and the line where it starts; `guarded`: it stands behind `&&` or `||`."""
 
     words: tuple[Word, ...]
     line: int
+    guarded: bool = False
 
 
 def commands(text: str) -> list[Command]:
@@ -69,7 +71,7 @@ class _Reader:
         found: list[Command] = []
         words: list[Word] = []
         ends: list[str] = []  # of here-documents that start at the next line
-        line = 1
+        line, guarded = 1, False
         while self.at < len(self.text):
             char = self.text[self.at]
             if char in " \t\x00":
@@ -78,11 +80,17 @@ class _Reader:
                 self.at = self._find("\n")
             elif redirect := _REDIRECT.match(self.text, self.at):
                 self._redirect(redirect, ends)
+            elif self.text.startswith("((", self.at) and not words:  # as `let`
+                inside = self._balanced("(", ")")[1:-1]
+                found.append(Command((Word("let", ()), Word(inside, ())), line, guarded))
             elif char in "\n;&|()":
-                self.at += 1
+                chain = self.text[self.at : self.at + 2] in ("&&", "||")
+                self.at += 1 + chain
                 if words:
-                    found.append(Command(tuple(words), line))
+                    found.append(Command(tuple(words), line, guarded))
                     words = []
+                    guarded = False
+                guarded = chain or (guarded and char in "\n(")
                 if char == "\n":
                     for end in ends:
                         self._skip_here(end)
@@ -91,7 +99,7 @@ class _Reader:
                 if not words:
                     line = 1 + self.text[: self.at].count("\n") + self.text[: self.at].count("\x00")
                 words.append(self._word())
-        return [*found, Command(tuple(words), line)] if words else found
+        return [*found, Command(tuple(words), line, guarded)] if words else found
 
     def _redirect(self, match: re.Match[str], ends: list[str]) -> None:
         self.at = match.end()
@@ -122,13 +130,15 @@ class _Reader:
                 items = self._array()
             elif char == "'":
                 end = self._find("'", self.at + 1, must=True)
-                pieces.append(Piece("text", self.text[self.at + 1 : end].replace("\x00", "\\\n"), True))
+                pieces.append(Piece("text", self.text[self.at + 1 : end].replace(" \x00", "\\\n"), True))
                 self.at = end + 1
             elif char == '"':
                 pieces += self._double()
             elif char == "\\":
                 pieces.append(Piece("text", self.text[self.at + 1 : self.at + 2], True))
                 self.at += 2
+            elif char == "$" and self.text.startswith("$'", self.at):
+                pieces.append(self._ansi())
             elif char in "$`":
                 pieces.append(self._dollar(quoted=False))
             else:
@@ -161,14 +171,23 @@ class _Reader:
                 self.at += 2
             elif char in "$`":
                 pieces.append(self._dollar(quoted=True))
+            elif self.text.startswith(" \x00", self.at):  # a line that goes on
+                self.at += 2
             else:
-                if char != "\x00":
-                    pieces.append(Piece("text", char, True))
+                pieces.append(Piece("text", char, True))
                 self.at += 1
         if self.at >= len(self.text):
             raise ForeignConfigError('not readable as a command line: a " has no end')
         self.at += 1
         return pieces or [Piece("text", "", True)]
+
+    def _ansi(self) -> Piece:
+        """`$'a\\tb'`."""
+        match = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, self.at)
+        if match is None:
+            raise ForeignConfigError("not readable as a command line: a $' has no end")
+        self.at = match.end()
+        return Piece("text", re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), match[1]), True)
 
     def _dollar(self, *, quoted: bool) -> Piece:
         if self.text[self.at] == "`":

@@ -1,6 +1,7 @@
 """What `check` finds of this machine and of services: real sockets and folders, disks that are said full."""
 
 import json
+import re
 import shutil
 import socket
 from collections import namedtuple
@@ -226,3 +227,17 @@ def test_the_table_shows_no_secret(folder, monkeypatch):
     said = check(folder, text=text).text()
     assert "http://***@127.0.0.1:1" in said
     assert "a-secret-of-this-test" not in said
+
+
+def test_a_checkpoint_is_told_with_its_size_its_time_and_what_is_free(folder):
+    told = found(check(folder, "run.save_every=1"), "disk", "ok")
+    assert re.search(r"checkpoints of [\d.e-]+ GiB \(actor\), 10 kept", told)
+    assert re.search(r"\([\d.e+]+ GiB free\); one writer takes [\d.e-]+ s for one at [\d.e+]+ MB/s", told)
+
+
+def test_models_to_stage_have_to_fit_on_this_nodes_disk(folder, monkeypatch):
+    stage = f"run.stage={folder}/disk"
+    assert "run.stage: " in found(check(folder, stage), "disk", "ok")
+    say_free(monkeypatch, 1 << 10)
+    told = found(check(folder, stage), "disk", "problem")
+    assert re.search(r"GiB to copy, \S+ has 9\.54e-07 GiB free: free space there, or set run\.stage", told)

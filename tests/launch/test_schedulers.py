@@ -13,15 +13,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from click.testing import Result
 from tiny import tiny_checkpoint
+from typer.testing import CliRunner
 
 from rolemesh.launch import engine_check
 from rolemesh.launch.check import check_recipe
+from rolemesh.launch.cli import main
 from rolemesh.launch.config import load_recipe
 
 ROOT = Path(__file__).parents[2]
 SBATCH, TORCHRUN = ROOT / "launch/slurm/train.sbatch", ROOT / "launch/scripts/torchrun.sh"
 MODELS = ROOT / "examples/bench/models"
+
+LAUNCHED = """
+run: {save_every: 1}
+data: {train_files: train.jsonl, max_prompt_tokens: 8}
+lengths: {max_response_tokens: 8}
+algorithm: grpo
+batch: {prompts: 16, samples_per_prompt: 2}
+actor: policy
+reward: reward.py:compute_score
+placement: {pools: {one: {roles: [actor, rollout], nodes: 2, per_node: 8}}}
+"""
 
 
 @pytest.mark.parametrize("script", [SBATCH, TORCHRUN], ids=lambda path: path.name)
@@ -49,8 +63,9 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     each = 'shift; for i in 0 1; do SLURM_NODEID=$i "$@" || exit $?; done'
     stand_in(tools, "srun", f'echo "$1" > {tmp_path}/srun; {each}')
     note = f'printf "%q " "$@" >> {tmp_path}/started; echo >> {tmp_path}/started; exit ${{ENDS:-0}}'
-    stand_in(tools, "python", f'if [[ "$1" == -c ]]; then echo 41234; else {note}; fi')
-    job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_SUBMIT_DIR": str(ROOT)}
+    answer = f'case "$2" in *socket*) echo 41234;; *) echo {ROOT}/launch;; esac'
+    stand_in(tools, "python", f'if [[ "$1" == -c ]]; then {answer}; else {note}; fi')
+    job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_JOB_ID": "77"}
     return {"PATH": f"{tools}:{os.environ['PATH']}", **job}
 
 
@@ -60,7 +75,7 @@ def test_slurm_starts_torchrun_once_on_each_node(slurm, tmp_path):
     started = [shlex.split(line) for line in (tmp_path / "started").read_text().splitlines()]
     assert [line[line.index("--node-rank") + 1] for line in started] == ["0", "1"]
     for line in started:
-        assert line[:2] == ["-m", "torch.distributed.run"]
+        assert line[:2] == ["-m", "rolemesh.launch.elastic"]
         options = dict(zip(line[2:-5:2], line[3:-5:2], strict=True))
         assert options | {"--node-rank": ""} == {
             "--nnodes": "2",
@@ -68,6 +83,7 @@ def test_slurm_starts_torchrun_once_on_each_node(slurm, tmp_path):
             "--nproc-per-node": "1",
             "--master-addr": "n3",
             "--master-port": "41234",
+            "--rdzv-id": "77",
         }
         assert line[-5:] == ["-m", "rolemesh.launch.torchrun", *arguments]
     assert (tmp_path / "srun").read_text().strip() == "--kill-on-bad-exit=1"
@@ -158,3 +174,27 @@ def test_the_70b_examples_reward_compares_numbers():
     assert score("", "so it is 1,000.0", "1000", None) == 1.0
     assert score("", "1000, or 7", "1000", None) == 0.0
     assert score("", "none", "1000", None) == 0.0
+
+
+def test_a_launch_is_checked_first_and_counts_its_nodes(tmp_path, monkeypatch):
+    tiny_checkpoint(tmp_path / "policy")
+    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps({"prompt": "abc"})] * 8))
+    (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
+    (tmp_path / "recipe.yaml").write_text(LAUNCHED)
+    monkeypatch.setenv("ROLEMESH_SITE", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def launch(nodes: int) -> Result:
+        return CliRunner().invoke(main, ["launch", "slurm", "recipe.yaml", f"--nodes={nodes}", "--dry-run"])
+
+    too_few = launch(1)
+    assert too_few.exit_code == 2
+    assert "1 problem of the check: nothing was started" in too_few.stderr
+    assert "pool 'one'" in too_few.stderr
+    assert not too_few.stdout
+    enough = launch(3)
+    assert enough.exit_code == 0, enough.stderr
+    assert "1 of 3 nodes stay idle: --nodes 2 is enough" in enough.stderr
+    assert re.search(r"disk .* GiB free\); one writer takes .* s for one at .* MB/s", enough.stderr)
+    assert "#SBATCH --nodes=3\n" in enough.stdout

@@ -26,6 +26,19 @@ WORLD = LauncherWorld(
 )  # fmt: skip
 
 
+@pytest.mark.full
+def test_a_launch_ends_with_the_code_of_what_torchrun_started(tmp_path):
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(75)")
+    command = [
+        sys.executable,
+        "-m",
+        "rolemesh.launch.elastic",
+        "--nproc-per-node=2",
+        str(tmp_path / "ends.py"),
+    ]
+    assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 75
+
+
 def start(recipe: Path, *overrides: str, per_node: int = 1, nodes: int = 2) -> list[subprocess.Popen]:
     """An agent of torchrun for each node; a store of rank 0's agent on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -64,12 +77,15 @@ def finish(agents: list[subprocess.Popen], limit_s: float) -> list[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
-    """Standing-by ranks, a port that another Ray may have, a long folder for Ray's files."""
+    """Standing-by ranks, a port that another Ray may have, a long folder for Ray's files; with variables of
+    the recipe and a copy of the model on both nodes, which share a disk here.
+    """
     recipe, long = small_recipe(tmp_path), tmp_path / ("x" * 80)
     with contextlib.ExitStack() as open_:
         with contextlib.suppress(OSError):  # taken already: as good
             open_.enter_context(socket.create_server(("127.0.0.1", 6379)))
-        agents = start(recipe, f"run.temp_dir={long}", per_node=2)
+        ours = [f"run.temp_dir={long}", "run.env.MINE=7", f"run.stage={tmp_path}/disk"]
+        agents = start(recipe, *ours, per_node=2)
         outputs = finish(agents, 300)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     assert "nodes: 2" in outputs[0]
@@ -77,7 +93,9 @@ def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [0, 1]
     assert "all: 2 devices" in outputs[0]
+    assert re.search(r"GiB copied on 1 of 2 nodes in \d+ s, to \S+/disk/policy-", outputs[0])
     seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["MINE"] == "7"
     assert not [name for name in seen if name in torchrun_names() or name.startswith("TORCHELASTIC_")]
     assert not list(long.iterdir())
     assert not users_of(long)
@@ -86,7 +104,7 @@ def test_two_nodes_train_and_leave_nothing_behind(tmp_path):
 def torchrun_names() -> set[str]:
     from rolemesh.launch import rendezvous
 
-    return set(rendezvous.NAMES)
+    return set(rendezvous.LAUNCHER)
 
 
 @pytest.mark.slow

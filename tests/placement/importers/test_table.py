@@ -40,7 +40,7 @@ def value_of(key: str) -> st.SearchStrategy[str]:
     last = key.rpartition(".")[2]
     if last in WORDS:
         return st.sampled_from(WORDS[last])
-    if last.startswith(SWITCHES):
+    if last.startswith(SWITCHES) or "use_dynamic" in last:
         return st.sampled_from(["True", "False"])
     if "path" in last or "files" in last:
         return st.sampled_from(["a/b", "with blank", "$HOME/x"])
