@@ -148,7 +148,7 @@ class Pulse:
                     operation = doing.operation if doing else ""
                     found.append(RankStack(pool, rank, nodes[rank], roles, operation, text))
         most = min(_STACK_BYTES, _STACKS_BYTES // len(found))
-        return Stacks(number, time.time(), tuple(replace(one, text=hide(one.text)[:most]) for one in found))
+        return Stacks(number, time.time(), tuple(replace(one, text=hide(one.text[:most])) for one in found))
 
 
 def own_stacks() -> str:

@@ -147,8 +147,8 @@ class HostState:
 class HostMemory:
     """The most that a process has held so far; `what` says of which memory.
 
-    `base_bytes` of it were there before the first model; `device_bytes` is what its device has in all (0 where
-    that is no device's own).
+    `base_bytes` of it were there before the first model; `device_bytes` is what its device has in all (0
+    where that is no device's own).
     """
 
     peak_bytes: int
