@@ -190,6 +190,6 @@ def _ended(state: RunState, code: int | None, error: BaseException | None) -> Ru
         return replace(state, state="stopped" if code > 128 else "failed", exit_code=code)
     from rolemesh.launch.cli import describe_error, exit_code_of
 
-    said = hide(describe_error(error))[:_ERROR_BYTES]
+    said = hide(describe_error(error)[: 2 * _ERROR_BYTES])[:_ERROR_BYTES]
     code = exit_code_of(error) if isinstance(error, Exception) else 1
     return replace(state, state="failed", exit_code=code, error=said)

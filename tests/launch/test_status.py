@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rolemesh.launch.cli import main
 from rolemesh.launch.pulse import Pulse
 from rolemesh.launch.run_state import (
     RankState,
@@ -260,3 +264,19 @@ def test_a_folder_that_is_none_and_one_without_a_run_are_told_apart(tmp_path):
     (tmp_path / "recipe.yaml").write_text("")
     with pytest.raises(NoRunError, match="not begun yet"):
         read_status(tmp_path)
+
+
+def test_the_documents_commands_run_and_exit_as_it_says(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs/failures.md").read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    assert [shlex.split(line)[1] for line in lines] == ["status", "stacks"]
+    monkeypatch.chdir(tmp_path)
+    codes = []
+    for state, code in ((None, None), ("finished", 0), ("failed", 1)):
+        if state is not None:
+            (tmp_path / "runs" / "quickstart").mkdir(parents=True, exist_ok=True)
+            replace(TOLD, state=state, exit_code=code).write(tmp_path / "runs" / "quickstart")
+        codes.append([CliRunner().invoke(main, shlex.split(line)[1:]).exit_code for line in lines])
+    assert codes == [[2, 2], [0, 1], [1, 1]]
+    shown = CliRunner().invoke(main, ["status", "runs/quickstart", "--json"])
+    assert json.loads(shown.stdout)["state"] == "failed"
