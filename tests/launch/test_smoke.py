@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rolemesh.launch import cli
 from rolemesh.launch.config import parse_recipe, to_yaml
 from rolemesh.launch.smoke import PoolMemory, smoke_lines, smoke_memory, smoke_recipe
 
@@ -77,3 +78,9 @@ def test_without_a_prediction_there_is_no_ratio():
     pool = PoolMemory("all", None, None, (GIB,))
     assert (pool.worst, pool.over) == (None, ())
     assert "planned memory is not known" in pool.lines()[0]
+
+
+def test_the_command_fails_when_a_rank_is_over_its_limit(tmp_path, capsys):
+    assert cli._smoked(str(folder(tmp_path, [30, 44]))) == 0
+    assert cli._smoked(str(folder(tmp_path, [30, 77]))) == 1
+    assert "OVER ITS DEVICE'S LIMIT" in capsys.readouterr().out
