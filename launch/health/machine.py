@@ -44,7 +44,7 @@ def machine_findings() -> list[Finding]:
     usage = shutil.disk_usage(shm) if shm.is_dir() else None
     return [
         Finding(SECTION, "cores", str(cores)),
-        memory_finding(*memory_now()),
+        _memory(),
         shared_memory(None if usage is None else (usage.free, usage.total)),
         temporary_files(Path(tempfile.gettempdir())),
         *limit_findings(),
@@ -112,6 +112,13 @@ def memory_finding(available: float, total: float, holders: Sequence[Holder]) ->
         return Finding(SECTION, "memory", value)
     problem = f"others hold {(total - available) / GIB:.1f} GiB: {'; '.join(map(str, holders))}"
     return Finding(SECTION, "memory", value, problem, "end those that are left over from an earlier run")
+
+
+def _memory() -> Finding:
+    try:
+        return memory_finding(*memory_now())
+    except ModuleNotFoundError as error:
+        return Finding(SECTION, "memory", "-", str(error), "pip install 'rolemesh[train]'", required=True)
 
 
 def memory_now(most: int = 3) -> tuple[float, float, list[Holder]]:

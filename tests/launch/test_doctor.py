@@ -85,6 +85,13 @@ def test_failures_and_warnings_are_told_apart_at_the_end():
     assert report.text().splitlines()[-2:] == ["warnings: b e", "a run can work here"]
 
 
+def test_a_part_that_does_not_answer_in_time_is_a_failure_with_its_fix():
+    (finding,) = doctor.limited("software", limit_s=0.01)
+    assert finding.required
+    assert "not done within 0.01 s" in finding.problem
+    assert "nvidia-smi" in finding.fix
+
+
 @pytest.mark.full
 def test_ray_is_seen_through_a_cluster_of_its_own_that_is_gone_afterwards():
     import ray
