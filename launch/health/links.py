@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rolemesh.launch.health.devices import smi
 from rolemesh.launch.health.finding import Finding
 from rolemesh.launch.health.probes import ProbeError, answer, probe
 from rolemesh.placement.hardware import HardwareError, hardware
@@ -26,12 +28,13 @@ _ROUNDS, _WARM = 7, 2
 
 def link_findings() -> list[Finding]:
     """Between this machine's GPUs, over NCCL; without any, between two processes over gloo."""
-    try:
+    gpus = 0
+    if find_spec("torch") is None:
+        return []
+    if smi("gpu", "index"):
         import torch
 
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except ImportError:
-        return []
+        gpus = torch.cuda.device_count()
     kind, world = ("cuda", gpus) if gpus else ("cpu", 2)
     if world < 2:
         return [Finding(SECTION, "all-reduce", "one device: nothing to reduce over")]
