@@ -43,7 +43,8 @@ class TrainerSpec:
 
     `order` is the plan's, see `Controller`. `refill` is for a graph that refills, `staleness` for one that
     does not: see `StepsInFlight`, and `partial` for one with a staleness of 0: see `PartialRollout`.
-    `expect_initial_kl` is how far actor and reference may be apart before the first update.
+    `expect_initial_kl` is how far actor and reference may be apart before the first update. Without `export`
+    no model is written at the end.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class TrainerSpec:
     refill: RefillSpec | None = None
     partial: PartialSpec | None = None
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    export: bool = True
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Trainer:
             if stop:
                 return step
         self._settle()
-        if not Path(self.log.export_dir(self.spec.steps, "actor")).exists():
+        if self.spec.export and not Path(self.log.export_dir(self.spec.steps, "actor")).exists():
             self.export(self.spec.steps)
         return self.spec.steps
 

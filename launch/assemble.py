@@ -71,6 +71,7 @@ def role_spec(recipe: Recipe, role: str, steps: int) -> RoleSpec:
         offload=section.offload,
         lora=_lora(section.lora) if isinstance(section, Actor | Critic) else None,
         temperature=recipe.rollout.temperature,
+        random_weights=recipe.smoke,
     )
 
 
@@ -157,7 +158,7 @@ def sampling_options(recipe: Recipe) -> SamplingOptions:
     rollout = recipe.rollout
     return SamplingOptions(
         max_response_tokens=recipe.lengths.max_response_tokens,
-        eos_ids=end_tokens(recipe.actor.path, tokenizer.eos_token_id),
+        eos_ids=() if recipe.smoke else end_tokens(recipe.actor.path, tokenizer.eos_token_id),
         pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -246,6 +247,7 @@ def trainer_spec(recipe: Recipe, steps: int, order: Mapping[str, Sequence[str]] 
         partial=_partial(recipe),
         expect_initial_kl=recipe.ref.expect_initial_kl if apart else None,
         order=order or {},
+        export=not recipe.smoke,
     )
 
 

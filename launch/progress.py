@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rolemesh.engine.loggers.secrets import hide
 
@@ -121,6 +121,21 @@ class Progress:
             done = "" if self._operations is None else ", {}/{} operations".format(*self._operations)
             elapsed = _duration(now - self._began_s)
             return f"step {step}/{self._total_steps}{done} | {phases} | {elapsed} elapsed, {left}"
+
+    def told(self) -> dict[str, Any]:
+        """The status now as plain values, by the names of `RunState`."""
+        with self._lock:
+            now, stepping = self._clock(), self._steps_began_s is not None
+            over = self._steps_done >= self._total_steps
+            return {
+                "step": min(self._steps_done + 1, self._total_steps) if stepping else None,
+                "steps": self._total_steps,
+                "done": self._steps_done,
+                "step_s": round(now - self._last_step_s, 1) if stepping and not over else 0.0,
+                "operations": {name: round(now - began_s, 1) for name, began_s in self._phases.items()},
+                "done_operations": self._operations,
+                "left_s": round(self._left_s(now), 1) if self._steps_done > self._steps_before else None,
+            }
 
     def _left_s(self, now: float) -> float:
         began_s = self._began_s if self._steps_began_s is None else self._steps_began_s

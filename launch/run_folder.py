@@ -77,4 +77,8 @@ def write_memory(folder: Path, groups: Iterable[Any]) -> None:
         answers = [answer for answer in group.memory().values() if not isinstance(answer, str)]
         if answers:
             measured[pool] = {"what": answers[0].what, "peak_bytes": [a.peak_bytes for a in answers]}
+            if device_bytes := getattr(answers[0], "device_bytes", 0):
+                measured[pool]["device_bytes"] = device_bytes
+            if base := [getattr(answer, "base_bytes", 0) for answer in answers]:
+                measured[pool]["base_bytes"] = base
     (folder / MEMORY_FILE).write_text(json.dumps(measured, indent=1) + "\n")

@@ -56,6 +56,26 @@ def holder_of(folder: str | Path) -> str:
         os.close(descriptor)
 
 
+def is_held(folder: str | Path) -> bool | None:
+    """Whether a process holds the run folder; None without a lock, or where the file system has none.
+
+    On another machine than that process's some file systems say False.
+    """
+    try:
+        descriptor = os.open(_lock_file(Path(folder)), os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def _take(path: Path) -> int | str | None:
     """The descriptor of the lock, or who has it; None where there are no locks."""
     while True:

@@ -397,6 +397,7 @@ class Recipe(Section):
     reward: Reward = key(doc="Rewards.")
     placement: Placement = key(Placement, "Pools.")
     schedule: Schedule = key(Schedule, "Order and overlap.")
+    smoke: bool = field(default=False, compare=False)  # `train --smoke`: see `smoke_recipe`
     source: str = field(default="", compare=False)  # where it was read from
     given: frozenset[str] = field(default=frozenset(), compare=False)  # dotted keys that were written
     set_aside: Mapping[str, str] = field(

@@ -31,6 +31,7 @@ from rolemesh.engine.workers.sft import SftWorker
 from rolemesh.launch.assemble import end_tokens, optim_config
 from rolemesh.launch.loggers import run_info
 from rolemesh.launch.progress import Progress
+from rolemesh.launch.pulse import Pulse
 from rolemesh.launch.recovery import Start, guarded, recoveries_of, until_done, workers
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.signals import stop_on_sigterm
@@ -51,6 +52,13 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
     The run folder exists. Returns the exit code, as `run_training`; whatever fails raises, after every
     process of the run is ended.
     """
+    with Pulse(Path(recipe.run.dir)) as pulse:
+        return pulse.ended(_run_supervised(recipe, checked, resume, pulse))
+
+
+def _run_supervised(
+    recipe: SupervisedRecipe, checked: PlacementPlan, resume: Path | None, pulse: Pulse
+) -> int:
     train, val = load_examples(recipe)
     steps = recipe.run.steps
     steps = recipe.run.epochs * len(_loader(recipe, train)) if steps is None else steps
@@ -62,12 +70,13 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
+            pulse.progress = progress
             log = RunLog(recipe.run.dir, loggers)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
             wall = Walltime.of(recipe.run, progress.write)
             stop = stopping_by(stopping, wall)
-            training = _Training(recipe, steps, train, val, log, progress, stop, recoveries)
+            training = _Training(recipe, steps, train, val, log, progress, stop, recoveries, pulse)
             training.place(checked.on(cluster))
             done = until_done(recipe.run, recoveries, progress, resume, training.attempt)
             progress.write(_ending(recipe, log, done, steps))
@@ -86,6 +95,7 @@ class _Training:
     progress: Progress
     stopping: Callable[[], bool]
     recoveries: Recoveries
+    pulse: Pulse
     plan: PlacementPlan = field(init=False)
 
     def place(self, plan: PlacementPlan) -> None:
@@ -96,8 +106,8 @@ class _Training:
     def attempt(self, resume: Path | None) -> int:
         """Train with new workers, from a checkpoint if one is given; the steps done. Raises WorkersLost."""
         with workers(self._start(), self.recoveries, self._replanned) as group:
-            trainer = self._trainer(group)
-            with guarded(trainer, {self.recipe.role: group}, lost_workers):
+            trainer, groups = self._trainer(group), {self.recipe.role: group}
+            with guarded(trainer, groups, lost_workers), self.pulse.watching(groups):
                 if resume is not None:
                     _take_up(trainer, resume, self.progress)
                 self.recoveries.restored(trainer.done)

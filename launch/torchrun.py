@@ -55,9 +55,11 @@ class Arguments:
         parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*")
         parser.add_argument("--resume", default="", help="as of `rolemesh train`")
         parser.add_argument("--plan", default="", help="as of `rolemesh train`")
+        parser.add_argument("--smoke", action="store_true", help="as of `rolemesh train`")
         parser.add_argument("--wait-s", type=float, default=WAIT_S, help="wait so long for all nodes")
         got = parser.parse_intermixed_args(arguments)
         options = [f"--{name}={value}" for name in ("resume", "plan") if (value := getattr(got, name))]
+        options += ["--smoke"] * got.smoke
         return cls(got.recipe, got.overrides, options, got.wait_s)
 
 

@@ -49,6 +49,7 @@ from rolemesh.launch.loggers import run_info
 from rolemesh.launch.plan import PLANNING_ERRORS, as_planned, plan_on_what_is_left
 from rolemesh.launch.pricing import priced
 from rolemesh.launch.progress import Progress
+from rolemesh.launch.pulse import Pulse
 from rolemesh.launch.recovery import Lost, Start, guarded, recoveries_of, until_done, workers
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
@@ -92,9 +93,18 @@ def run_training(
     the job's time is over; whatever fails raises, after every process of the run is ended. Workers that are
     lost are started again, as often as the recipe says. Ray is the `runtime` unless another one is given.
     """
+    with Pulse(Path(recipe.run.dir)) as pulse:
+        return pulse.ended(_run_training(recipe, checked, resume, runtime, pulse))
+
+
+def _run_training(
+    recipe: Recipe, checked: PlacementPlan, resume: Path | None, runtime: Runtime | None, pulse: Pulse
+) -> int:
     runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch, lost_workers)
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     train, val = load_prompts(recipe, tokenizer)
+    if recipe.smoke:
+        train.rows.sort(key=lambda row: -len(row.token_ids))
     steps = recipe.run.steps
     steps = recipe.run.epochs * len(_loader(recipe, train)) if steps is None else steps
     done = 0 if resume is None else Manifest.read(resume).step
@@ -105,17 +115,19 @@ def run_training(
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
+            pulse.progress = progress
             log = RunLog(recipe.run.dir, loggers)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
             wall = Walltime.of(recipe.run, progress.write)
             stop = stopping_by(stopping, wall)
             training = _Training(
-                recipe, steps, tokenizer, train, val, runtime, log, progress, stop, recoveries
+                recipe, steps, tokenizer, train, val, runtime, log, progress, stop, recoveries, pulse
             )
             training.place(checked.on(cluster), cluster)
             done = until_done(recipe.run, recoveries, progress, resume, training.attempt)
-            progress.write(_ending(recipe, log, done, steps))
+            if not recipe.smoke:
+                progress.write(_ending(recipe, log, done, steps))
     return 0 if done == steps else ended_early(recipe.run, wall)
 
 
@@ -150,6 +162,7 @@ class _Training:
     progress: Progress
     stopping: Callable[[], bool]
     recoveries: Recoveries
+    pulse: Pulse
     plan: PlacementPlan = field(init=False)
     planned: Recipe = field(init=False)
 
@@ -168,7 +181,7 @@ class _Training:
         """
         with workers(self._start(), self.recoveries, self._replanned) as groups:
             trainer = self._trainer(groups)
-            with guarded(trainer, groups, self.runtime.lost):
+            with guarded(trainer, groups, self.runtime.lost), self.pulse.watching(groups):
                 if resume is not None:
                     _take_up(trainer, resume, self.progress)
                 self.recoveries.restored(trainer.done)

@@ -46,6 +46,7 @@ from rolemesh.parallel.router import TopKRouter, routers
 from rolemesh.parallel.stage import build_stage
 from rolemesh.parallel.weights import Head, load_hf, stored_tensors
 from rolemesh.parallel.weights.plan import ParameterPlan, rank_plan
+from rolemesh.parallel.weights.random import fill_random
 from rolemesh.placement.layout import Layout
 from rolemesh.placement.model import ModelShape
 
@@ -103,12 +104,14 @@ class ParallelModel:
         router_loss: float = 0.0,
         offload: bool = False,
         lora: LoraConfig | None = None,
+        random_weights: bool = False,
     ) -> None:
         """Build the model that the Hugging Face folder `path` holds; each rank reads only its own weights.
 
         `optim` makes it trainable; `recompute` trades time for memory in training, see `transformer_config`;
         `new_head` lets a value model start from a checkpoint without a value head; `offload` keeps weights
-        and optimizer state in host memory but inside of `use`; `lora` trains adapters and value heads only.
+        and optimizer state in host memory but inside of `use`; `lora` trains adapters and value heads only;
+        `random_weights` reads the configuration alone.
 
         Raises LayoutError for a layout that cannot cut the model, ModelError for an unsupported one,
         CheckpointError for missing or unknown weights, ValueError for training in fp16.
@@ -134,7 +137,10 @@ class ParallelModel:
         self.optimizer: Optimizer | None = None
         self._trained: list[DistributedDataParallel] = []
         self._offload: Offload | None = None
-        self.load(path, new_head=new_head)
+        if random_weights:
+            fill_random(dict(self.named_parameters()))
+        else:
+            self.load(path, new_head=new_head)
         if optim is None:
             for part in self.parts:
                 part.requires_grad_(False)

@@ -145,10 +145,16 @@ class HostState:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The most that a process has held so far; `what` says of which memory."""
+    """The most that a process has held so far; `what` says of which memory.
+
+    `base_bytes` of it were there before the first model; `device_bytes` is what its device has in all (0
+    where that is no device's own).
+    """
 
     peak_bytes: int
     what: str
+    base_bytes: int = 0
+    device_bytes: int = 0
 
 
 class Host:
@@ -164,6 +170,7 @@ class Host:
         self._notes: dict[str, Any] = {}
         self._shared: dict[str, Any] = {}
         self._log: WorkerLog | None = None
+        self._base_bytes = 0
         _isolate(place)
         if place.logs is not None:
             self._log = _own_log(place, Path(place.logs))
@@ -236,10 +243,11 @@ class Host:
     def memory(self) -> HostMemory:
         """On a GPU what torch's allocator gave out; on a CPU the whole process, its libraries included."""
         if self._place.device == "cuda":
-            return HostMemory(torch.cuda.max_memory_allocated(), "torch's allocator")
+            total = torch.cuda.get_device_properties(0).total_memory
+            return HostMemory(torch.cuda.max_memory_allocated(), "torch's allocator", device_bytes=total)
         status = Path("/proc/self/status").read_text()
         (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
-        return HostMemory(int(peak) * 1024, "resident memory, libraries included")
+        return HostMemory(int(peak) * 1024, "resident memory, libraries included", self._base_bytes)
 
     def stacks(self) -> str:
         """The Python stack of every thread, the computing one first."""
@@ -255,6 +263,7 @@ class Host:
 
     def _invoke(self, request: Request) -> Any:
         if request.create is not None:
+            self._base_bytes = self._base_bytes or psutil.Process().memory_info().rss
             self._roles[request.role] = self._create(request.role, request.create)
             return None
         args = [self._resolve(value, request.materialize) for value in request.args]

@@ -110,6 +110,11 @@ class RayWorkerGroup:
         """Process ids by rank, each on its own node."""
         return self._hosts().pids
 
+    @property
+    def nodes(self) -> list[str]:
+        """The node of every rank."""
+        return [self._hosts().place(rank).node for rank in range(self.world_size)]
+
     def stacks(self) -> dict[int, str]:
         """The Python stacks of every rank, also while it computes."""
         return self._hosts().stacks()

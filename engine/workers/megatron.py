@@ -29,7 +29,8 @@ class RoleSpec:
     """What one Megatron role loads and how it runs.
 
     `optim` is None for a role that only scores. `micro_batch_tokens` bounds the tokens of one forward pass;
-    a longer row goes alone. With `offload` weights and optimizer wait in host memory between operations.
+    a longer row goes alone. With `offload` weights and optimizer wait in host memory between operations. With
+    `random_weights` only the configuration is read.
     """
 
     path: str
@@ -43,6 +44,7 @@ class RoleSpec:
     lora: LoraConfig | None = None
     router_loss: float = 0.0
     temperature: float = 1.0
+    random_weights: bool = False
 
 
 class MegatronWorker(CheckpointedWorker):
@@ -69,6 +71,7 @@ class MegatronWorker(CheckpointedWorker):
             offload=self.spec.offload,
             lora=self.spec.lora,
             router_loss=self.spec.router_loss,
+            random_weights=self.spec.random_weights,
         )
         return sum(parameter.numel() for _, parameter in self.model.named_parameters())
 

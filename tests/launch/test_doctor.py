@@ -22,7 +22,7 @@ def _package(root: Path, name: str, *subfolders: str) -> None:
 
 
 def test_a_machine_on_which_the_tests_run_has_what_is_required():
-    report = Report((*doctor._software(), *doctor._megatron(), *doctor._kernels()))
+    report = Report((*doctor._software(), *doctor._megatron()))
     assert not report.broken, report.text()
     assert named(list(report.findings), "megatron-core").value.startswith("0.1")
 
@@ -69,19 +69,27 @@ def test_a_missing_requirement_breaks_the_report_and_names_its_fix(monkeypatch):
     assert "BROKEN: not installed\n    fix: make setup" in report.text()
 
 
-def test_a_low_limit_is_a_note_and_breaks_nothing(monkeypatch):
-    monkeypatch.setattr(doctor, "MIN_OPEN_FILES", 10**9)
-    report = Report(tuple(doctor._machine()))
-    problem = named(list(report.findings), "open files")
-    assert problem.problem
-    assert not report.broken
-
-
 def test_json_holds_every_finding():
     report = Report((Finding("a", "b", "c"), Finding("a", "d", "-", "gone", "get it", required=True)))
     data = json.loads(report.json())
     assert data["broken"] is True
     assert [f["name"] for f in data["findings"]] == ["b", "d"]
+
+
+def test_failures_and_warnings_are_told_apart_at_the_end():
+    broken = Finding("a", "d", "-", "gone", "get it", required=True)
+    warning = Finding("b", "e", "-", "slow", "look at it")
+    assert Report((broken, warning)).text().splitlines()[-2:] == ["broken: a d", "warnings: b e"]
+    report = Report((warning,))
+    assert not report.broken
+    assert report.text().splitlines()[-2:] == ["warnings: b e", "a run can work here"]
+
+
+def test_a_part_that_does_not_answer_in_time_is_a_failure_with_its_fix():
+    (finding,) = doctor.limited("software", limit_s=0.01)
+    assert finding.required
+    assert "not done within 0.01 s" in finding.problem
+    assert "nvidia-smi" in finding.fix
 
 
 @pytest.mark.full

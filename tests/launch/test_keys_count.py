@@ -169,6 +169,7 @@ LIVE = ClusterSpec((NodeSpec("a", 8, 8, "h100-80", {"kind": "big"}, {"v100": 8.0
 STARTED = (
     "local_cluster", "joined_cluster", "ResourcePool", "ProcessPool", "create_pools", "RayClassWithInitArgs",
     "RayWorkerGroup", "as_completed", "Loggers", "RunLog", "Trainer", "CheckpointStore", "Checkpoints",
+    "Pulse",
 )  # fmt: skip
 
 
