@@ -32,6 +32,7 @@ from rolemesh.launch.assemble import end_tokens, optim_config
 from rolemesh.launch.loggers import run_info
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.recovery import Start, guarded, recoveries_of, until_done, workers
+from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.signals import EXIT_TERMINATED, stop_on_sigterm
 from rolemesh.launch.supervised_check import plan_colocated
@@ -60,7 +61,7 @@ def run_supervised(recipe: SupervisedRecipe, checked: PlacementPlan, resume: Pat
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
-            log = RunLog(recipe.run.dir, loggers)
+            log = RunLog(recipe.run.dir, loggers, progress.write)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
             training = _Training(recipe, steps, train, val, log, progress, stopping, recoveries)
@@ -87,7 +88,7 @@ class _Training:
     def place(self, plan: PlacementPlan) -> None:
         """Run on this pool from now on."""
         self.plan = plan
-        (self.log.path / "plan.yaml").write_text(plan.to_yaml())
+        self.log.aside("plan.yaml", lambda file: file.write_text(plan.to_yaml()))
 
     def attempt(self, resume: Path | None) -> int:
         """Train with new workers, from a checkpoint if one is given; the steps done. Raises WorkersLost."""
@@ -99,7 +100,7 @@ class _Training:
                 self.recoveries.restored(trainer.done)
                 trainer.run_metrics = self.recoveries.metrics()
                 done = trainer.fit()
-                write_memory(self.log.path, [group])
+                self.log.aside(MEMORY_FILE, lambda file: write_memory(file, [group]))
                 return done
 
     def _start(self) -> Start:

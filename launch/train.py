@@ -49,6 +49,7 @@ from rolemesh.launch.plan import PLANNING_ERRORS, as_planned, plan_on_what_is_le
 from rolemesh.launch.pricing import priced
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.recovery import Lost, Start, guarded, recoveries_of, until_done, workers
+from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.schema import Recipe, Run
@@ -102,7 +103,7 @@ def run_training(
             Loggers(recipe.run.loggers, info(progress.write)) as loggers,
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
-            log = RunLog(recipe.run.dir, loggers)
+            log = RunLog(recipe.run.dir, loggers, progress.write)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
             training = _Training(
@@ -135,7 +136,7 @@ class _Training:
         """Run on these pools from now on."""
         self.planned = as_planned(self.recipe, plan)
         self.plan, unknown = _predicted(self.planned, cluster, plan)
-        (self.log.path / "plan.yaml").write_text(self.plan.to_yaml())
+        self.log.aside("plan.yaml", lambda file: file.write_text(self.plan.to_yaml()))
         if unknown:
             self.progress.write(f"the plan has no prediction to compare this run with: {unknown}")
 
@@ -152,7 +153,7 @@ class _Training:
                 self.recoveries.restored(trainer.done)
                 trainer.data_metrics = {**trainer.data_metrics, **self.recoveries.metrics()}
                 done = trainer.fit()
-                write_memory(self.log.path, groups.values())
+                self.log.aside(MEMORY_FILE, lambda file: write_memory(file, groups.values()))
                 return done
 
     def _start(self) -> Start:
