@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from rolemesh.engine.batch_ref import BatchRef, pack
 from rolemesh.engine.dispatch import OutputCuts
+from rolemesh.engine.loggers.secrets import MORE
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch
@@ -36,20 +37,20 @@ from rolemesh.kernels.forms import record_kernels
 from rolemesh.placement.layout import Layout
 
 STACK_GAP = "\n\n"  # between the threads of a stack dump
-_KERNELS = "ROLEMESH_KERNELS"
+_OF_THE_DRIVER = ("ROLEMESH_KERNELS", MORE)
 
 
-def _kernels_choice() -> str:
-    return os.environ.get(_KERNELS, "")
+def _drivers_choices() -> dict[str, str]:
+    return {name: os.environ[name] for name in _OF_THE_DRIVER if os.environ.get(name)}
 
 
 @dataclass(frozen=True)
 class HostPlace:
     """Where a process stands in its pool, and the limits it works under.
 
-    `kernels` is the `ROLEMESH_KERNELS` of the process that makes the place, the driver: its choice holds on
-    every node, whatever environment the node's Ray was started in. Its log goes into the folder `logs`; None:
-    where Ray puts it.
+    `environ` are variables of the process that makes the place, the driver: its choice of kernels, and of
+    what logs hide, holds on every node, whatever environment the node's Ray was started in. Its log goes into
+    the folder `logs`; None: where Ray puts it.
     """
 
     pool: str
@@ -62,7 +63,7 @@ class HostPlace:
     collective_timeout_s: float
     fetch_timeout_s: float
     logs: str | None = None
-    kernels: str = field(default_factory=_kernels_choice)
+    environ: Mapping[str, str] = field(default_factory=_drivers_choices)
 
 
 @dataclass(frozen=True)
@@ -321,9 +322,9 @@ def _isolate(place: HostPlace) -> None:
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(place.threads)
     torch.set_num_threads(place.threads)
-    os.environ.pop(_KERNELS, None)
-    if place.kernels:
-        os.environ[_KERNELS] = place.kernels
+    for name in _OF_THE_DRIVER:
+        os.environ.pop(name, None)
+    os.environ.update(place.environ)
     if place.device == "cuda":
         torch.cuda.set_device(0)  # Ray shows the process its own device only
 

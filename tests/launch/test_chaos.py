@@ -19,7 +19,7 @@ from rolemesh.engine.recovery import read_recoveries
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, SEED = 20, 7
-AHEAD_STEPS = 7
+AHEAD_STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_a_run_that_generates_ahead_loses_workers_and_no_step_mixes_weights(fold
         output = output_of(unbroken, {}, 300)
         assert unbroken.returncode == 0, output
         chaos = Chaos(folder / "ahead-broken", server, ended)
-        strikes = {3: lambda: chaos.strike("rollout"), 5: lambda: chaos.strike("train")}
+        strikes = {2: lambda: chaos.strike("rollout"), 4: lambda: chaos.strike("train")}
         broken = start_run(folder, "run.dir=ahead-broken", *overrides)
         output = output_of(broken, strikes, 600)
     assert broken.returncode == 0, output
