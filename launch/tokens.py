@@ -16,8 +16,11 @@ ENV, FILE = "token_env", "token_file"
 class HasToken(Protocol):
     """A section of a recipe that may name where a token is."""
 
-    token_env: str | None
-    token_file: str | None
+    @property
+    def token_env(self) -> str | None: ...
+
+    @property
+    def token_file(self) -> str | None: ...
 
 
 class TokenError(ValueError):
