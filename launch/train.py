@@ -28,9 +28,9 @@ from rolemesh.engine.ray.blocks import fetch_batch, put_batch
 from rolemesh.engine.ray.cluster import joined_cluster, local_cluster, read_cluster
 from rolemesh.engine.ray.pools import ResourcePool, create_pools
 from rolemesh.engine.ray.process_pool import ProcessPool
-from rolemesh.engine.ray.recovery import lost_workers
+from rolemesh.engine.ray.recovery import Spared, lost_workers
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
-from rolemesh.engine.recovery import Recoveries
+from rolemesh.engine.recovery import Recoveries, WorkersLost
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.trainer import Trainer
 from rolemesh.engine.workers.actor import ActorWorker
@@ -90,7 +90,9 @@ def run_training(
     raises, after every process of the run is ended. Workers that are lost are started again, as often as the
     recipe says. Ray is the `runtime` unless another one is given.
     """
-    runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch, lost_workers)
+    if runtime is None:
+        groups = functools.partial(_worker_groups, Spared())
+        runtime = Runtime(run_cluster, groups, put_batch, fetch_batch, lost_workers)
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     train, val = load_prompts(recipe, tokenizer)
     steps = recipe.run.steps
@@ -296,12 +298,20 @@ def run_cluster(run: Run, checked: PlacementPlan) -> Iterator[ClusterSpec]:
 
 @contextlib.contextmanager
 def _worker_groups(
-    recipe: Recipe, plan: PlacementPlan, steps: int, progress: Progress, wait_s: float | None = None
+    spared: Spared,
+    recipe: Recipe,
+    plan: PlacementPlan,
+    steps: int,
+    progress: Progress,
+    wait_s: float | None = None,
 ) -> Iterator[dict[str, RayWorkerGroup]]:
-    """Every role's worker group with its model loaded; their processes are ended with the block.
+    """Every role's worker group with its model loaded; their processes are ended with the block, but for
+    those that a loss of others spares: `spared` has them until the next start.
 
     `wait_s`: as long as devices are missing that were there before.
     """
+    kept = spared.take()
+    old = {group.resource_pool.name: group.resource_pool for group in kept.values()}
     common: dict[str, Any] = {
         "collective_timeout_s": recipe.run.timeout_s,
         "fetch_timeout_s": recipe.run.timeout_s,
@@ -309,7 +319,8 @@ def _worker_groups(
         "logs": str(Path(recipe.run.dir).absolute() / "logs"),
     }
     pools = {
-        pool.name: ResourcePool(
+        pool.name: old.get(pool.name)
+        or ResourcePool(
             pool.process_on_nodes,
             name_prefix=pool.name,
             device=pool.device_kind,
@@ -319,18 +330,26 @@ def _worker_groups(
         for pool in plan.pools
     }
     unplaced = [role for role in graph_of(recipe).roles() if role not in plan.roles]
-    beside = {role: ProcessPool(f"{role}_process", **common) for role in unplaced}
+    beside = {
+        role: old.get(f"{role}_process") or ProcessPool(f"{role}_process", **common) for role in unplaced
+    }
+    ending = [*pools.values(), *beside.values()]
+    if old:
+        progress.write(f"recovery: as they are stay the processes of {', '.join(sorted(old))}")
     try:
         progress.start("start workers")
         patience: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "patient": True}
-        create_pools(list(pools.values()), report=progress.write, **patience)
+        new = [pool for pool in pools.values() if pool.name not in old]
+        held = [pool for pool in pools.values() if pool.name in old]
+        create_pools(new, report=progress.write, beside=held, **patience)
         starting = ThreadPoolExecutor(len(pools))  # not joined: the shutdown below ends a start that hangs
         list(starting.map(ResourcePool.hosts, pools.values()))
         for process in beside.values():
             process.dp_sizes = next(iter(pools.values())).dp_sizes  # its results are cut for their consumers
         progress.end("start workers")
         groups = {
-            role: RayWorkerGroup(
+            role: kept.get(role)
+            or RayWorkerGroup(
                 pools[plan.pool_of(role).name],
                 worker_of(recipe, plan, role, steps),
                 layout=plan.layout_of(role),
@@ -340,17 +359,22 @@ def _worker_groups(
             for role in plan.roles
         }
         for role, process in beside.items():
-            groups[role] = RayWorkerGroup(
+            groups[role] = kept.get(role) or RayWorkerGroup(
                 process, worker_of(recipe, plan, role, steps), role=role, timeout_s=recipe.run.timeout_s
             )
         progress.start("load models")
-        loading = [group.init_model(blocking=False) for group in groups.values()]
+        loading = [group.init_model(blocking=False) for role, group in groups.items() if role not in kept]
         for future in as_completed(loading, timeout=max(future.timeout_s for future in loading)):
             future.get()
         progress.end("load models")
         yield groups
+    except WorkersLost:
+        learning = {plan.pool_of(role).name for role in assemble.trained_roles(recipe)}
+        for pool in spared.keep(ending, groups, learning):
+            ending.remove(pool)
+        raise
     finally:
-        for pool in [*pools.values(), *beside.values()]:
+        for pool in ending:
             pool.shutdown()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -126,6 +127,10 @@ def test_a_run_that_generates_ahead_loses_workers_and_no_step_mixes_weights(fold
         output = output_of(broken, strikes, 600)
     assert broken.returncode == 0, output
     assert len(list(read_recoveries(chaos.run))) == 2, output
+    logs = {log.stem: log.read_text() for log in (chaos.run / "logs").iterdir()}
+    begun = {name: len(re.findall(r"\| process \d+ on node", log)) for name, log in logs.items()}
+    learning = dict.fromkeys(("train_rank_0", "train_rank_1"), 3)
+    assert begun == learning | {"rollout_rank_0": 2, "reward_process_rank_0": 1}, "others are spared"
     ages = [
         [row[f"training/staleness/{what}"] for what in ("min", "mean", "max")]
         for row in rows_of(chaos.run, "metrics.jsonl")
