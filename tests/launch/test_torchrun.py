@@ -178,6 +178,16 @@ def test_ranks_that_stand_by_end_with_the_runs_code():
     assert meeting.wait_for_end() == 143
 
 
+def test_ranks_that_are_gone_are_waited_for_a_limited_time(monkeypatch):
+    monkeypatch.setattr(torchrun, "_END_S", 0.2)
+    before, start = signal.getsignal(signal.SIGTERM), time.monotonic()
+    try:
+        torchrun.Meeting(WORLD, dist.HashStore()).leave()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert 0.2 < time.monotonic() - start < 10
+
+
 def test_the_address_of_a_cluster_in_the_recipe_is_refused(tmp_path):
     from rolemesh.launch.fields import RecipeError
 
