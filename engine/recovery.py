@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rolemesh.placement.appending import append_whole
+
 RECOVERIES_FILE = "recoveries.jsonl"
 
 
@@ -137,8 +139,8 @@ class Recoveries:
         entry = Recovery(
             self._time, self._lost.done + 1, lost, from_step, replayed, round(seconds, 1), self._placed
         )
-        with contextlib.suppress(OSError), self._file.open("a") as file:  # a full disk is no reason to end
-            file.write(json.dumps(asdict(entry)) + "\n")
+        with contextlib.suppress(OSError):  # a full disk is no reason to end
+            append_whole(self._file, json.dumps(asdict(entry)) + "\n")
 
 
 def read_recoveries(folder: Path) -> Iterator[Recovery]:

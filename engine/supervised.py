@@ -133,7 +133,7 @@ class SupervisedTrainer:
             )
             for span in future.spans
         ]
-        self.log.timeline.append(spans)
+        self.log.spans(spans)
         seconds = max(span.end_s for span in spans) - min(span.start_s for span in spans)
         return metrics | {f"timing_s/{method}": seconds}
 

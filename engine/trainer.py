@@ -264,7 +264,7 @@ class Trainer:
             if later not in flight.runs:
                 self._open(flight, later)
         result = flight.train(step)
-        self.log.timeline.append(flight.new_spans())
+        self.log.spans(flight.new_spans())
         return self._opened[step].epoch, result
 
     def _open(self, flight: StepsInFlight, step: int) -> None:
@@ -302,7 +302,7 @@ class Trainer:
         """Wait until no samples are being generated: the rollout is free."""
         if self.flight is not None:
             self.flight.settle()
-            self.log.timeline.append(self.flight.new_spans())
+            self.log.spans(self.flight.new_spans())
 
     def _ahead(self) -> Mapping[Any, Mapping[str, Any]]:
         """The samples of the steps that are not trained yet, by step, or those that are begun."""
@@ -347,7 +347,7 @@ class Trainer:
         self.progress.start("generate")
         made = partial.generate(self.next_batch(step), step, wait=step == self.spec.steps)
         self.progress.end("generate")
-        self.log.timeline.append(made.spans)
+        self.log.spans(made.spans)
         generated = StepResult(made.batch, made.metrics, {"generate": made.seconds}, made.spans)
         rest = graph.select(op.name for op in graph.operations if op.name != "generate")
         return joined(generated, self._checked_run(rest, made.batch, step))
@@ -398,7 +398,7 @@ class Trainer:
     ) -> StepResult:
         arguments = self._arguments(graph, step, greedy=greedy)
         result = self._controller(graph).run(batch, arguments, step=step, groups=self._groups(graph, batch))
-        self.log.timeline.append(result.spans)
+        self.log.spans(result.spans)
         return result
 
     def _controller(self, graph: StepGraph) -> Controller:

@@ -15,12 +15,17 @@ from rolemesh.parallel import random_state
 from rolemesh.placement.layout import Layout
 
 
+def _untold(phase: str) -> None:
+    """Nobody asks this process what it does."""
+
+
 @dataclass(frozen=True)
 class WorkerContext:
     """Where a worker stands. `fetch` brings the batch of a handle into this process, read-only.
 
     `notes` are shown with the running call's span; `shared` is what the roles of this process have in common.
-    `logs` is the run's folder of logs, if it has one.
+    `logs` is the run's folder of logs, if it has one. `phase(text)` says what the running operation does now
+    ("loading weights"; empty: what its name says), for heartbeats.
     """
 
     role: str
@@ -36,6 +41,7 @@ class WorkerContext:
     notes: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     logs: str | None = None
+    phase: Callable[[str], None] = _untold
 
 
 class Worker:

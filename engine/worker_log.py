@@ -20,6 +20,7 @@ from pathlib import Path
 
 ENDED = "process ended"
 _MARK = b"\x1e"  # what follows it on the line says who prints from now on, and in what
+_QUIET = b"\x1f"  # before that: nothing begins
 _LONGEST_LINE = 65536  # bytes; the rest is a line of its own
 _END_S = 5.0  # from the end of the output to that of the process
 _INFO_BYTES, _INFO_EXIT = 64, 1 << 3  # of Linux' struct pidfd_info
@@ -65,6 +66,13 @@ class WorkerLog:
             who = f"{name}{'' if step is None else f' step {step}'} {operation}"
             os.write(2, _MARK + who.encode() + b"\n")
 
+    def end(self, name: str) -> None:
+        """The operation is over; what is printed until the next one comes between operations."""
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.write(2, _MARK + _QUIET + f"{name} between operations".encode() + b"\n")
+
 
 def write_lines(path: str, name: str, process: str) -> None:
     """Write standard input to `path` until it ends, a prefix before each line, then how the `process` (a file
@@ -84,8 +92,9 @@ def write_lines(path: str, name: str, process: str) -> None:
             if text or not marked:
                 write(text)
             if marked:
-                who = new
-                write(b"begins")
+                who = new.removeprefix(_QUIET)
+                if who == new:
+                    write(b"begins")
         if how := _end(int(process)):
             write(f"{ENDED}: {how}".encode())
 

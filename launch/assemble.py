@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,11 +29,11 @@ from rolemesh.engine.workers.remote_reference import RemoteRefSpec
 from rolemesh.engine.workers.rollout import RolloutSpec
 from rolemesh.engine.workers.vllm_rollout import VLLMRolloutSpec
 from rolemesh.launch.arithmetic import updates
-from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.reward_keys import Judge, Reward
 from rolemesh.launch.reward_keys import Scorer as ScorerKeys
 from rolemesh.launch.roles import Actor, Critic, Lora, Optim, Ref
 from rolemesh.launch.schema import Recipe
+from rolemesh.launch.tokens import token_of
 from rolemesh.parallel.lora import LoraConfig
 from rolemesh.parallel.optim import OptimConfig
 from rolemesh.placement.model import ModelShape
@@ -351,7 +350,7 @@ def _service(recipe: Recipe, section: str, keys: ScorerKeys) -> build.Service:
         policy.value,
         policy.stop_above,
         window=recipe.batch.samples,
-        token=bearer_token(section, keys.token_env),
+        token=token_of(section, keys),
     )
 
 
@@ -364,14 +363,5 @@ def remote_ref_spec(recipe: Recipe) -> RemoteRefSpec:
         actor=recipe.actor.path,
         temperature=recipe.rollout.temperature,
         longest_tokens=recipe.data.max_prompt_tokens + recipe.lengths.max_response_tokens,
-        token=bearer_token("ref", ref.token_env),
+        token=token_of("ref", ref),
     )
-
-
-def bearer_token(section: str, variable: str | None) -> str | None:
-    """The token in the environment variable that the recipe names. Raises RecipeError when it is not set."""
-    if variable is None:
-        return None
-    if not (token := os.environ.get(variable)):
-        raise RecipeError(f"{section}.token_env: the environment variable {variable} is not set")
-    return token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from rolemesh.launch.pricing import priced
 from rolemesh.launch.reward_keys import Scorer, scorers
 from rolemesh.launch.roles import Ref
 from rolemesh.launch.schema import Cluster, Recipe, Run
+from rolemesh.launch.tokens import hide_tokens, token_notes, token_problems
 from rolemesh.launch.walltime import walltime_lines
 from rolemesh.parallel.checkpoint_error import CheckpointError
 from rolemesh.placement.cluster import ClusterSpec, DeviceKind
@@ -44,12 +44,14 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     """Everything that is wrong with the recipe, as many problems as can be told at once.
 
     `offline` leaves the live machine (or the Ray cluster at `run.address`) out: only what the recipe
-    says about its cluster counts.
+    says about its cluster counts. Tokens of services are hidden in all that is printed from now on.
     """
+    hide_tokens(_with_tokens(recipe))
     report = CheckReport()
     report.note("recipe", [*_set_aside(recipe), *algorithm_notes(recipe)])
     report.problem("recipe", absent_loggers(recipe.run))
     report.problem("services", _services(recipe))
+    report.note("services", token_notes(_with_tokens(recipe)))
     report.problem("reward", _reward_functions(recipe))
     report.problem("data", absent_files(recipe.data))
     steps = 0 if "data" in [row.area for row in report.rows] else _check_prompts(recipe, report)
@@ -139,14 +141,16 @@ def absent_files(data: Section) -> Iterator[str]:
                 yield f"data.{name}: {error}"
 
 
+def _with_tokens(recipe: Recipe) -> list[tuple[str, Scorer | Ref]]:
+    """The sections that may name a token, by their dotted names."""
+    sections: list[tuple[str, Scorer | Ref]] = [(name, keys) for name, keys, _ in scorers(recipe.reward)]
+    return [*sections, ("ref", recipe.ref)] if recipe.has_ref else sections
+
+
 def _services(recipe: Recipe) -> Iterator[str]:
     """Tokens, tokenizers and templates that rewards and a remote reference name and that are not there."""
-    sections: list[tuple[str, Scorer | Ref]] = [(name, keys) for name, keys, _ in scorers(recipe.reward)]
-    if recipe.has_ref:
-        sections.append(("ref", recipe.ref))
-    for section, keys in sections:
-        if keys.token_env is not None and not os.environ.get(keys.token_env):
-            yield f"{section}.token_env: the environment variable {keys.token_env} is not set"
+    yield from token_problems(_with_tokens(recipe))
+    for section, keys in _with_tokens(recipe):
         if isinstance(keys, Scorer):
             folder, template = keys.text.tokenizer, keys.judge.template
             if folder is not None and not Path(folder).is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -53,7 +54,7 @@ class Progress:
     ) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._clear_line()
 
     def start(self, phase: str) -> None:
@@ -100,7 +101,7 @@ class Progress:
 
     def write(self, line: str) -> None:
         """Print a line that stays, above the status; secrets are hidden."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # a full disk that the output goes to
             self._clear_line()
             print(hide(line), file=self._stream, flush=True)
 
@@ -147,7 +148,7 @@ class Progress:
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
             text = self.render()
-            with self._lock:
+            with self._lock, contextlib.suppress(OSError):
                 if self._tty:
                     self._clear_line()
                     self._stream.write(text)

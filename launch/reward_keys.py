@@ -10,12 +10,13 @@ from rolemesh.engine.rewards.judge_answer import Scale
 from rolemesh.launch.fields import RecipeError, Section, key
 from rolemesh.launch.roles import InferDtype, LayoutPins, layout_key, micro_batch_tokens_key, offload_key
 from rolemesh.launch.service_keys import RequestLimits, Speed, check_endpoints
+from rolemesh.launch.tokens import check_one_place, token_env_key, token_file_key
 
 RewardKind = Literal["model", "function", "remote", "judge", "composite"]
 PartKind = Literal["function", "remote", "judge"]
 
 # The keys that count for each kind, and those of them that it cannot do without.
-_SERVICE = ("endpoints", "token_env", "text", "limits", "on_failure", "speed")
+_SERVICE = ("endpoints", "token_env", "token_file", "text", "limits", "on_failure", "speed")
 KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("path", "dtype", "layout", "micro_batch_tokens", "offload"),
     "function": ("path", "limit_s", "workers", "text", "speed"),
@@ -30,8 +31,9 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "judge": ("on_failure",),
     "composite": ("parts",),
 }
-_BY_ADDRESS = ("endpoints", "model", "token_env", "speed")  # of a judge that is served by others
-_PLACED = ("dtype", "layout", "max_batch_tokens")  # of one that has devices of this run
+# Of a judge that is served by others, and of one that has devices of this run.
+_BY_ADDRESS = ("endpoints", "model", "token_env", "token_file", "speed")
+_PLACED = ("dtype", "layout", "max_batch_tokens")
 REASONS = {"model": "reward.path is a model", "function": "reward.path is a function"}
 
 
@@ -186,9 +188,8 @@ class Scorer(Section):
         "URLs of the service, one or several (remote, judge).",
         shown="required by remote, and by a judge without path",
     )
-    token_env: str | None = key(
-        None, "Environment variable that holds the bearer token (remote, judge).", shown="no token"
-    )
+    token_env: str | None = token_env_key("remote, judge")
+    token_file: str | None = token_file_key("remote, judge")
     limits: RequestLimits = key(RequestLimits, "What bounds requests (remote, judge).")
     on_failure: OnFailure | None = key(
         None,
@@ -210,6 +211,7 @@ class Scorer(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_endpoints(self.endpoints)
+        check_one_place(self)
 
     @property
     def strips_special_tokens(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from rolemesh.launch.fields import RecipeError, Section, key
 from rolemesh.launch.service_keys import RequestLimits, Speed, check_endpoints
+from rolemesh.launch.tokens import check_one_place, token_env_key, token_file_key
 
 TrainDtype = Literal["bfloat16", "float32"]
 InferDtype = Literal["bfloat16", "float32", "float16"]
@@ -216,9 +217,8 @@ class Ref(Section):
     endpoints: tuple[str, ...] = key(
         (), "URLs of the service, one or several (remote).", shown="required by remote"
     )
-    token_env: str | None = key(
-        None, "Environment variable that holds the bearer token (remote).", shown="no token"
-    )
+    token_env: str | None = token_env_key("remote")
+    token_file: str | None = token_file_key("remote")
     limits: RequestLimits = key(RequestLimits, "What bounds requests (remote).")
     speed: Speed = key(Speed, "How fast it is, for the planner (remote).")
     expect_initial_kl: float | None = key(
@@ -233,3 +233,4 @@ class Ref(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_endpoints(self.endpoints)
+        check_one_place(self)

@@ -145,7 +145,7 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         names = tuple(name for name in members(type(recipe.ref)) if name != "kind")
         mark("ref.kind is actor: it is the actor without adapters", *(f"ref.{name}" for name in names))
     else:
-        names = ("endpoints", "token_env", "limits", "speed")
+        names = ("endpoints", "token_env", "token_file", "limits", "speed")
         mark("ref.kind is model, not remote", *(f"ref.{name}" for name in names))
     idle |= useless_reward_keys(recipe.reward)
     if recipe.run.steps is not None:

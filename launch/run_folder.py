@@ -15,7 +15,6 @@ from rolemesh.engine.checkpoint.store import FOLDER
 from rolemesh.engine.run_log import TRAINED_FILE
 from rolemesh.launch.config import to_yaml
 from rolemesh.launch.loggers import without_recipe_secrets
-from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.schema import Recipe
 
 
@@ -52,7 +51,9 @@ def drop_rows_after(folder: Path, step: int) -> None:
     for name in ("metrics.jsonl", TRAINED_FILE):
         if (file := folder / name).exists():
             rows = file.read_text().splitlines()
-            file.write_text("".join(f"{row}\n" for row in rows if _step_of(row) <= step))
+            with file.open("r+") as kept:  # in place: the disk may be full
+                kept.write("".join(f"{row}\n" for row in rows if _step_of(row) <= step))
+                kept.truncate()
 
 
 def _new_timeline(folder: Path) -> None:
@@ -70,7 +71,7 @@ def _step_of(row: str) -> float:
         return math.inf
 
 
-def write_memory(folder: Path, groups: Iterable[Any]) -> None:
+def write_memory(file: Path, groups: Iterable[Any]) -> None:
     """Note the most memory that each rank of the worker groups' pools has held, for `rolemesh report`."""
     measured = {}
     for pool, group in {group.resource_pool.name: group for group in groups}.items():
@@ -81,4 +82,4 @@ def write_memory(folder: Path, groups: Iterable[Any]) -> None:
                 measured[pool]["device_bytes"] = device_bytes
             if base := [getattr(answer, "base_bytes", 0) for answer in answers]:
                 measured[pool]["base_bytes"] = base
-    (folder / MEMORY_FILE).write_text(json.dumps(measured, indent=1) + "\n")
+    file.write_text(json.dumps(measured, indent=1) + "\n")

@@ -33,6 +33,7 @@ from rolemesh.launch.loggers import run_info
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.pulse import Pulse
 from rolemesh.launch.recovery import Start, guarded, recoveries_of, until_done, workers
+from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.signals import stop_on_sigterm
 from rolemesh.launch.staged import stage_on_nodes
@@ -71,7 +72,7 @@ def _run_supervised(
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
             pulse.progress = progress
-            log = RunLog(recipe.run.dir, loggers)
+            log = RunLog(recipe.run.dir, loggers, progress.write)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
             wall = Walltime.of(recipe.run, progress.write)
@@ -101,7 +102,7 @@ class _Training:
     def place(self, plan: PlacementPlan) -> None:
         """Run on this pool from now on."""
         self.plan = plan
-        (self.log.path / "plan.yaml").write_text(plan.to_yaml())
+        self.log.aside("plan.yaml", lambda file: file.write_text(plan.to_yaml()))
 
     def attempt(self, resume: Path | None) -> int:
         """Train with new workers, from a checkpoint if one is given; the steps done. Raises WorkersLost."""
@@ -113,7 +114,7 @@ class _Training:
                 self.recoveries.restored(trainer.done)
                 trainer.run_metrics = self.recoveries.metrics()
                 done = trainer.fit()
-                write_memory(self.log.path, [group])
+                self.log.aside(MEMORY_FILE, lambda file: write_memory(file, [group]))
                 return done
 
     def _start(self) -> Start:

@@ -29,9 +29,9 @@ from rolemesh.engine.ray.blocks import fetch_batch, put_batch
 from rolemesh.engine.ray.cluster import joined_cluster, local_cluster, read_cluster
 from rolemesh.engine.ray.pools import ResourcePool, create_pools
 from rolemesh.engine.ray.process_pool import ProcessPool
-from rolemesh.engine.ray.recovery import lost_workers
+from rolemesh.engine.ray.recovery import Spared, lost_workers
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
-from rolemesh.engine.recovery import Recoveries
+from rolemesh.engine.recovery import Recoveries, WorkersLost
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.trainer import Trainer
 from rolemesh.engine.workers.actor import ActorWorker
@@ -51,6 +51,7 @@ from rolemesh.launch.pricing import priced
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.pulse import Pulse
 from rolemesh.launch.recovery import Lost, Start, guarded, recoveries_of, until_done, workers
+from rolemesh.launch.report import MEMORY_FILE
 from rolemesh.launch.request import graph_of
 from rolemesh.launch.run_folder import write_memory
 from rolemesh.launch.schema import Recipe, Run
@@ -100,7 +101,9 @@ def run_training(
 def _run_training(
     recipe: Recipe, checked: PlacementPlan, resume: Path | None, runtime: Runtime | None, pulse: Pulse
 ) -> int:
-    runtime = runtime or Runtime(run_cluster, _worker_groups, put_batch, fetch_batch, lost_workers)
+    if runtime is None:
+        groups = functools.partial(_worker_groups, Spared())
+        runtime = Runtime(run_cluster, groups, put_batch, fetch_batch, lost_workers)
     tokenizer = AutoTokenizer.from_pretrained(recipe.actor.path, trust_remote_code=False)
     train, val = load_prompts(recipe, tokenizer)
     if recipe.smoke:
@@ -116,7 +119,7 @@ def _run_training(
             stop_on_sigterm(progress.write, progress.stepping) as stopping,
         ):
             pulse.progress = progress
-            log = RunLog(recipe.run.dir, loggers)
+            log = RunLog(recipe.run.dir, loggers, progress.write)
             progress.write(f"train: {train.describe()}")
             recoveries = recoveries_of(recipe.run, progress)
             wall = Walltime.of(recipe.run, progress.write)
@@ -170,7 +173,7 @@ class _Training:
         """Run on these pools from now on."""
         self.planned = as_planned(self.recipe, plan)
         self.plan, unknown = _predicted(self.planned, cluster, plan)
-        (self.log.path / "plan.yaml").write_text(self.plan.to_yaml())
+        self.log.aside("plan.yaml", lambda file: file.write_text(self.plan.to_yaml()))
         if unknown:
             self.progress.write(f"the plan has no prediction to compare this run with: {unknown}")
 
@@ -187,7 +190,7 @@ class _Training:
                 self.recoveries.restored(trainer.done)
                 trainer.data_metrics = {**trainer.data_metrics, **self.recoveries.metrics()}
                 done = trainer.fit()
-                write_memory(self.log.path, groups.values())
+                self.log.aside(MEMORY_FILE, lambda file: write_memory(file, groups.values()))
                 return done
 
     def _start(self) -> Start:
@@ -343,13 +346,21 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _worker_groups(
-    recipe: Recipe, plan: PlacementPlan, steps: int, progress: Progress, wait_s: float | None = None
+    spared: Spared,
+    recipe: Recipe,
+    plan: PlacementPlan,
+    steps: int,
+    progress: Progress,
+    wait_s: float | None = None,
 ) -> Iterator[dict[str, RayWorkerGroup]]:
-    """Every role's worker group with its model loaded; their processes are ended with the block.
+    """Every role's worker group with its model loaded; their processes are ended with the block, but for
+    those that a loss of others spares: `spared` has them until the next start.
 
     `wait_s`: as long as devices are missing that were there before.
     """
     recipe = staged(recipe, plan.pools[0].device_kind, progress)
+    kept = spared.take()
+    old = {group.resource_pool.name: group.resource_pool for group in kept.values()}
     common: dict[str, Any] = {
         "collective_timeout_s": recipe.run.timeout_s,
         "fetch_timeout_s": recipe.run.timeout_s,
@@ -357,7 +368,8 @@ def _worker_groups(
         "logs": str(Path(recipe.run.dir).absolute() / "logs"),
     }
     pools = {
-        pool.name: ResourcePool(
+        pool.name: old.get(pool.name)
+        or ResourcePool(
             pool.process_on_nodes,
             name_prefix=pool.name,
             device=pool.device_kind,
@@ -367,18 +379,26 @@ def _worker_groups(
         for pool in plan.pools
     }
     unplaced = [role for role in graph_of(recipe).roles() if role not in plan.roles]
-    beside = {role: ProcessPool(f"{role}_process", **common) for role in unplaced}
+    beside = {
+        role: old.get(f"{role}_process") or ProcessPool(f"{role}_process", **common) for role in unplaced
+    }
+    ending = [*pools.values(), *beside.values()]
+    if old:
+        progress.write(f"recovery: as they are stay the processes of {', '.join(sorted(old))}")
     try:
         progress.start("start workers")
         patience: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "patient": True}
-        create_pools(list(pools.values()), report=progress.write, **patience)
+        new = [pool for pool in pools.values() if pool.name not in old]
+        held = [pool for pool in pools.values() if pool.name in old]
+        create_pools(new, report=progress.write, beside=held, **patience)
         starting = ThreadPoolExecutor(len(pools))  # not joined: the shutdown below ends a start that hangs
         list(starting.map(ResourcePool.hosts, pools.values()))
         for process in beside.values():
             process.dp_sizes = next(iter(pools.values())).dp_sizes  # its results are cut for their consumers
         progress.end("start workers")
         groups = {
-            role: RayWorkerGroup(
+            role: kept.get(role)
+            or RayWorkerGroup(
                 pools[plan.pool_of(role).name],
                 worker_of(recipe, plan, role, steps),
                 layout=plan.layout_of(role),
@@ -388,17 +408,22 @@ def _worker_groups(
             for role in plan.roles
         }
         for role, process in beside.items():
-            groups[role] = RayWorkerGroup(
+            groups[role] = kept.get(role) or RayWorkerGroup(
                 process, worker_of(recipe, plan, role, steps), role=role, timeout_s=recipe.run.timeout_s
             )
         progress.start("load models")
-        loading = [group.init_model(blocking=False) for group in groups.values()]
+        loading = [group.init_model(blocking=False) for role, group in groups.items() if role not in kept]
         for future in as_completed(loading, timeout=max(future.timeout_s for future in loading)):
             future.get()
         progress.end("load models")
         yield groups
+    except WorkersLost:
+        learning = {plan.pool_of(role).name for role in assemble.trained_roles(recipe)}
+        for pool in spared.keep(ending, groups, learning):
+            ending.remove(pool)
+        raise
     finally:
-        for pool in [*pools.values(), *beside.values()]:
+        for pool in ending:
             pool.shutdown()
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rolemesh.placement.appending import append_whole
+
 
 class TimelineError(ValueError):
     """A span that ends before it starts, or a file that is no timeline."""
@@ -101,17 +103,24 @@ class TimelineFile:
         self._threads: set[tuple[str, int]] = set()
 
     def append(self, spans: Sequence[Span]) -> None:
-        """Add spans at the end of the file; what is there already is not read."""
+        """Add spans at the end of the file; what is there already is not read.
+
+        Raises OSError, as of a full disk: these spans are lost then, later ones are not.
+        """
         if not spans:
             return
+        before = self._origin_s, dict(self._pools), set(self._threads)
         events, separator = [], ","
         if self._origin_s is None:
             self._origin_s, separator = min(span.start_s for span in spans), ""
             events.append(_name_event("process_labels", 0, 0, repr(self._origin_s)))
         for span in spans:
             events += [*self._new_names(span), self._event(span)]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(separator + ",\n".join(map(json.dumps, events)))
+        try:
+            append_whole(self.path, separator + ",\n".join(map(json.dumps, events)))
+        except OSError:
+            self._origin_s, self._pools, self._threads = before
+            raise
 
     def _new_names(self, span: Span) -> Iterator[dict[str, Any]]:
         if span.pool not in self._pools:

@@ -1,10 +1,33 @@
-"""Runs of the command line to which something happens: `from broken_runs import output_of, worker_pids`."""
+"""Runs of the command line to which something happens: `from broken_runs import start_run, output_of`."""
 
+import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def start_run(folder: Path, *overrides: str, recipe: str = "recipe.yaml") -> subprocess.Popen:
+    """`rolemesh train` in `folder`, a session of its own; what it prints is in a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rolemesh.launch", "train", recipe, *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def actor_of(run: Path, steps: int) -> dict[str, torch.Tensor]:
+    """The weights that a run has exported after its last step."""
+    return load_file(run / "export" / f"step_{steps}" / "actor" / "model.safetensors")
 
 
 def worker_pids(run: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 
 from rolemesh.engine.loggers.base import Logger
+from rolemesh.placement.appending import append_whole
 
 
 class JsonLines(Logger):
@@ -12,5 +13,4 @@ class JsonLines(Logger):
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in sorted(metrics.items())}}
-        with (self.run.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_whole(self.run.folder / "metrics.jsonl", json.dumps(row) + "\n")

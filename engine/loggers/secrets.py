@@ -3,9 +3,12 @@
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
+MORE = "ROLEMESH_SECRETS"
+"""Variable that names more places of secrets: other variables, and files (absolute paths)."""
 SHORTEST = 8  # of a value that is searched for in texts: shorter ones stand in innocent words too
 _SECRET = (
     r"(?:access|api|auth|private|secret)[_-]?key|(?:access|api|auth|bearer)?[_-]?token|secret|password|passwd"
@@ -33,7 +36,7 @@ def is_secret(name: str) -> bool:
 
 def hide(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """A text without values of secret environment variables, passwords in URLs and known kinds of keys."""
-    for value in sorted(_values(environ), key=len, reverse=True):
+    for value in sorted({*_values(environ), *_in_files(environ)}, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     for pattern, shown in _IN_TEXT:
         text = pattern.sub(shown, text)
@@ -57,9 +60,25 @@ def without_secrets(value: Any, environ: Mapping[str, str] = os.environ, name: s
     if is_secret(name) and "${" not in value:
         by_value = {held: variable for variable, held in environ.items()}
         return f"${{oc.env:{by_value[value]}}}" if value in by_value else HIDDEN
+    for secret in _in_files(environ):
+        value = value.replace(secret, HIDDEN)
     return hide(value, {})
 
 
 def _values(environ: Mapping[str, str]) -> dict[str, str]:
     """Value to name of the environment's secrets."""
-    return {v: name for name, v in environ.items() if is_secret(name) and len(v) >= SHORTEST}
+    more = environ.get(MORE, "").split(os.pathsep)
+    names = [name for name in environ if name in more or is_secret(name)]
+    return {environ[name]: name for name in names if len(environ[name]) >= SHORTEST}
+
+
+def _in_files(environ: Mapping[str, str]) -> set[str]:
+    """The secrets of the files that the environment names; of those that are there."""
+    found = set()
+    for place in environ.get(MORE, "").split(os.pathsep):
+        if os.path.isabs(place):
+            try:
+                found.add(Path(place).read_text(encoding="utf-8").strip())
+            except (OSError, UnicodeDecodeError):
+                continue
+    return {secret for secret in found if len(secret) >= SHORTEST}

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from rolemesh.engine.batch_ref import BatchRef, pack
 from rolemesh.engine.dispatch import OutputCuts
+from rolemesh.engine.loggers.secrets import MORE
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch
@@ -36,20 +37,20 @@ from rolemesh.kernels.forms import record_kernels
 from rolemesh.placement.layout import Layout
 
 STACK_GAP = "\n\n"  # between the threads of a stack dump
-_KERNELS = "ROLEMESH_KERNELS"
+_OF_THE_DRIVER = ("ROLEMESH_KERNELS", MORE)
 
 
-def _kernels_choice() -> str:
-    return os.environ.get(_KERNELS, "")
+def _drivers_choices() -> dict[str, str]:
+    return {name: os.environ[name] for name in _OF_THE_DRIVER if os.environ.get(name)}
 
 
 @dataclass(frozen=True)
 class HostPlace:
     """Where a process stands in its pool, and the limits it works under.
 
-    `kernels` is the `ROLEMESH_KERNELS` of the process that makes the place, the driver: its choice holds on
-    every node, whatever environment the node's Ray was started in. Its log goes into the folder `logs`; None:
-    where Ray puts it.
+    `environ` are variables of the process that makes the place, the driver: its choice of kernels, and of
+    what logs hide, holds on every node, whatever environment the node's Ray was started in. Its log goes into
+    the folder `logs`; None: where Ray puts it.
     """
 
     pool: str
@@ -62,7 +63,7 @@ class HostPlace:
     collective_timeout_s: float
     fetch_timeout_s: float
     logs: str | None = None
-    kernels: str = field(default_factory=_kernels_choice)
+    environ: Mapping[str, str] = field(default_factory=_drivers_choices)
 
 
 @dataclass(frozen=True)
@@ -126,19 +127,31 @@ class Reply:
 
 @dataclass(frozen=True)
 class HostState:
-    """What a process is doing: the operation, or None, and for how long; what memory it and its node have."""
+    """What a process is doing: the operation, or None, and for how long; what memory it and its node have.
+
+    `phase` is what the operation is at, where its name does not say it; without an operation what the process
+    does instead, and `step` that of the last one.
+    """
 
     operation: str | None
     seconds: float
     step: int | None = None
     resident_bytes: int = 0
     available_bytes: int = 0  # of its node
+    phase: str = ""
+
+    @property
+    def doing(self) -> str:
+        """The operation and its phase, or the phase between operations."""
+        if self.operation is None:
+            return self.phase or "between operations"
+        return f"{self.operation}{f' ({self.phase})' if self.phase else ''}"
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" of step {self.step}"
-        doing = f"{self.operation}{step} for {self.seconds:.0f} s" if self.operation else "no operation"
         return (
-            f"{doing}, {self.resident_bytes / 2**30:.2f} GiB resident, "
+            f"{self.doing}{step}{'' if self.operation else ','} for {self.seconds:.0f} s, "
+            f"{self.resident_bytes / 2**30:.2f} GiB resident, "
             f"{self.available_bytes / 2**30:.1f} GiB of its node's memory available"
         )
 
@@ -164,7 +177,9 @@ class Host:
         self._place = place
         self._roles: dict[str, Worker] = {}
         self._store: dist.Store | None = None
-        self._operation: tuple[str, float, int | None] | None = None
+        self._operation: str | None = None
+        self._step: int | None = None
+        self._since_s, self._phase = time.monotonic(), "starting"
         self._compute_thread = 0
         self._nbytes_fetched = 0
         self._notes: dict[str, Any] = {}
@@ -192,6 +207,7 @@ class Host:
     def connect(self, address: str, port: int) -> None:
         """Join torch.distributed: the pool is its world."""
         place = self._place
+        self._since_s, self._phase = time.monotonic(), "meeting the other ranks"
         timeout = timedelta(seconds=place.collective_timeout_s)
         _use_interface_of(ray.util.get_node_ip_address())
         store = self._store or dist.TCPStore(address, port, is_master=False, timeout=timeout)
@@ -202,11 +218,13 @@ class Host:
             world_size=place.world_size,
             timeout=timeout,
         )
+        self._since_s, self._phase = time.monotonic(), "before its first operation"
 
     def run(self, request: Request) -> Generator[Any, Any, None]:
         """Carry out one operation: blocks, then a `Reply`. What it raises is in the reply, never raised."""
         start_s = time.time()
-        self._operation = (f"{request.role}.{request.method}", time.monotonic(), request.step)
+        self._since_s, self._step, self._phase = time.monotonic(), request.step, ""
+        self._operation = f"{request.role}.{request.method}"
         if self._log is not None:
             self._log.begin(f"{request.role} rank {self._place.rank}", request.step, request.method)
         self._compute_thread = threading.get_ident()
@@ -227,14 +245,17 @@ class Host:
                 remote_traceback=trace,
                 error=_sendable(error),
             )
+        self._since_s, self._phase = time.monotonic(), f"between operations, after {self._operation}"
         self._operation = None
+        if self._log is not None:
+            self._log.end(f"{self._place.pool} rank {self._place.rank}")
         reply.notes.update(self._notes)
         yield reply
 
     def state(self) -> HostState:
-        name, since_s, step = self._operation or (None, time.monotonic(), None)
         resident, available = psutil.Process().memory_info().rss, psutil.virtual_memory().available
-        return HostState(name, time.monotonic() - since_s, step, resident, available)
+        seconds = time.monotonic() - self._since_s
+        return HostState(self._operation, seconds, self._step, resident, available, self._phase)
 
     def ask(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of a role's worker that neither computes nor communicates, beside what runs."""
@@ -266,8 +287,10 @@ class Host:
             self._base_bytes = self._base_bytes or psutil.Process().memory_info().rss
             self._roles[request.role] = self._create(request.role, request.create)
             return None
+        self._phase = "fetching its inputs"
         args = [self._resolve(value, request.materialize) for value in request.args]
         kwargs = {name: self._resolve(value, request.materialize) for name, value in request.kwargs.items()}
+        self._phase = ""
         return getattr(self._roles[request.role], request.method)(*args, **kwargs)
 
     def _create(self, role: str, spec: WorkerSpec) -> Worker:
@@ -287,9 +310,13 @@ class Host:
             notes=self._notes,
             shared=self._shared,
             logs=place.logs,
+            phase=self._in_phase,
         )
         worker.__init__(*spec.args, **spec.kwargs)  # type: ignore[misc]
         return worker
+
+    def _in_phase(self, phase: str) -> None:
+        self._phase = phase
 
     def _resolve(self, value: Any, materialize: bool) -> Any:
         if isinstance(value, BatchRef) and materialize:
@@ -303,6 +330,7 @@ class Host:
     def _blocks(self, value: Any, cuts: OutputCuts | None) -> Generator[Any, Any, Any]:
         """Yield the parts of a result that are stored, and return what stands for them in the reply."""
         if isinstance(value, DataProto):
+            self._phase = "handing over its result"
             manifest, blocks = pack(value, cuts.of(len(value)) if cuts else ())
             for block in blocks:  # noqa: UP028  Ray sends a value into the generator: a list has no `send`
                 yield block
@@ -330,9 +358,9 @@ def _isolate(place: HostPlace) -> None:
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(place.threads)
     torch.set_num_threads(place.threads)
-    os.environ.pop(_KERNELS, None)
-    if place.kernels:
-        os.environ[_KERNELS] = place.kernels
+    for name in _OF_THE_DRIVER:
+        os.environ.pop(name, None)
+    os.environ.update(place.environ)
     if place.device == "cuda":
         torch.cuda.set_device(0)  # Ray shows the process its own device only
 

@@ -58,6 +58,7 @@ class HostGroup:
         self.silent_s = silent_s
         self._beats = [Heartbeat() for _ in seats]
         self._oom_kills = _oom_kills()
+        self._last = "before the first"  # operation
 
     def connect(self, timeout_s: float) -> None:
         """Wait for the processes and their common world; any failure names the rank and breaks the group.
@@ -82,6 +83,8 @@ class HostGroup:
         Raises WorkerError (the first rank that raised), WorkerDied, CallTimeout. When ranks are still busy
         after that, all processes are killed and the group is broken.
         """
+        step = "" if requests[0].step is None else f" of step {requests[0].step}"
+        self._last = f"after {requests[0].role}.{requests[0].method}{step}"
         return _Watch(self, requests, timeout_s, made).replies()
 
     def stacks(self, ranks: Iterable[int] | None = None, timeout_s: float = _CONTROL_S) -> dict[int, str]:
@@ -154,7 +157,7 @@ class HostGroup:
         """
         if self.broken is not None:
             return self.broken if isinstance(self.broken, WorkerDied | CallTimeout) else None
-        return self.unreachable(range(len(self._hosts)), self._places[0].pool, "no operation")
+        return self.unreachable(range(len(self._hosts)), self._places[0].pool, f"no operation, {self._last}")
 
     def unreachable(self, ranks: Iterable[int], role: str, operation: str) -> WorkerDied | None:
         """The error for the first of `ranks` that is dead or does not answer, if any."""
@@ -386,7 +389,7 @@ class _Watch:
         stacks, states = self._group.stacks(ranks), self._group.states()
         described = "\n".join(
             f"{self._role} rank {rank} on node {self._group.place(rank).node}, last seen in "
-            f"{getattr(states[rank], 'operation', states[rank])}:\n{stacks[rank].partition(STACK_GAP)[0]}"
+            f"{getattr(states[rank], 'doing', states[rank])}:\n{stacks[rank].partition(STACK_GAP)[0]}"
             for rank in ranks
         )
         done = [rank for rank, reply in enumerate(self._replies) if reply is not None]

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -178,6 +179,17 @@ class ResourcePool:
         causes = (hosts.lost() for hosts in list(self._hosts.values()))
         return next((cause for cause in causes if cause is not None), None)
 
+    def settles(self, within_s: float) -> bool:
+        """Whether all its processes answer and are done with what they were asked, soon enough."""
+        deadline = time.monotonic() + within_s
+        while not any(hosts.broken for hosts in self._hosts.values()):
+            if self.queue.idle:
+                return self.lost() is None
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        return False
+
     def shutdown(self) -> None:
         """Kill the processes, fail the calls that wait, give the devices back."""
         self._shut_down = True
@@ -192,6 +204,11 @@ class ResourcePool:
         if self.placement_group is not None:
             remove_placement_group(self.placement_group)
             self.placement_group = None
+
+    @property
+    def nodes(self) -> Counter[str]:
+        """Processes by node, once devices are reserved."""
+        return Counter(seat.place.node for seat in self._seats)
 
     def _seat(
         self,
@@ -286,18 +303,19 @@ def create_pools(
     report: Callable[[str], None] = _log.info,
     *,
     patient: bool = False,
+    beside: Sequence[ResourcePool] = (),
 ) -> None:
     """Fit pools to the cluster's nodes, devices and CPUs, waiting for nodes still to join; reserve them.
 
-    `report` is told what is waited for. Raises PlacementError, after `wait_s` seconds at most where devices
-    are missing and at once where more of them would not help; `patient` waits for other nodes then, too, and
-    where those that seemed free are not granted.
+    `beside` are pools that have their devices. `report` is told what is waited for. Raises PlacementError,
+    after `wait_s` seconds at most where devices are missing and at once where more of them would not help;
+    `patient` waits for other nodes then, too, and where those that seemed free are not granted.
     """
     deadline = time.monotonic() + wait_s
     while True:
-        cluster, placement = _fit(pools, deadline, wait_s, report, patient)
+        cluster, placement = _fit(pools, deadline, wait_s, report, patient, beside)
         try:
-            _reserve(pools, cluster, placement, max(_WAIT_S, 0.0 if patient else wait_s))
+            _reserve(pools, cluster, placement, max(_WAIT_S, 0.0 if patient else wait_s), beside)
             return
         except PlacementError as error:
             if not patient or time.monotonic() >= deadline:
@@ -308,16 +326,21 @@ def create_pools(
 
 
 def _reserve(
-    pools: Sequence[ResourcePool], cluster: ClusterSpec, placement: Placement, timeout_s: float
+    pools: Sequence[ResourcePool],
+    cluster: ClusterSpec,
+    placement: Placement,
+    timeout_s: float,
+    beside: Sequence[ResourcePool],
 ) -> None:
-    workers = Counter[str]()
+    workers = _held(beside)
     for nodes in placement.nodes.values():
         workers.update(dict(nodes))
     cpus = {node.name: node.cpus for node in cluster.nodes}
     threads = {node: _threads(cpus[node], count) for node, count in workers.items()}
-    dp_sizes = set.union(*(pool.dp_sizes for pool in pools))
-    for pool in pools:
+    dp_sizes = set.union(*(pool.dp_sizes for pool in (*pools, *beside)))
+    for pool in (*pools, *beside):
         pool.dp_sizes = dp_sizes
+    for pool in pools:
         pool.reserve(placement.nodes[pool.name], threads, timeout_s)
 
 
@@ -327,12 +350,16 @@ def _fit(
     wait_s: float,
     report: Callable[[str], None],
     patient: bool,
+    beside: Sequence[ResourcePool],
 ) -> tuple[ClusterSpec, Placement]:
-    wanted, reported = sum(pool.world_size for pool in pools), -1
+    held, reported = _held(beside), -1
+    wanted = sum(pool.world_size for pool in (*pools, *beside))
     while True:
         cluster = read_cluster(pools[0]._device)
+        specs = [pool.spec(cluster) for pool in pools]
+        nodes = tuple(replace(node, devices=max(0, node.devices - held[node.name])) for node in cluster.nodes)
         try:
-            return cluster, fit_pools([pool.spec(cluster) for pool in pools], cluster)
+            return cluster, fit_pools(specs, replace(cluster, nodes=nodes))
         except PlacementError:
             if (cluster.n_devices >= wanted and not patient) or time.monotonic() >= deadline:
                 raise
@@ -343,6 +370,11 @@ def _fit(
                 f"{cluster.table()}"
             )
         time.sleep(_POLL_S)
+
+
+def _held(pools: Sequence[ResourcePool]) -> Counter[str]:
+    """Processes by node of pools that have their devices."""
+    return sum((pool.nodes for pool in pools), Counter[str]())
 
 
 def _threads(cpus: float, workers: int) -> int:

@@ -67,6 +67,12 @@ class PoolQueue:
         for call in waiting:
             call.result.set_exception(PoolBroken(f"pool {self._pool!r} was shut down before {call.name} ran"))
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs or waits."""
+        with self._changed:
+            return not self._waiting and self._running is None
+
     def _input_done(self, _: DataProtoFuture) -> None:
         with self._changed:
             self._changed.notify()

@@ -281,5 +281,5 @@ def _endpoint(url: str, option: str) -> Endpoint:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"{option} is {url!r}; write http://host:port/path")
     if parsed.userinfo:
-        raise ValueError(f"{option} holds a password, which would be logged; use token_env")
+        raise ValueError(f"{option} holds a password, which would be logged; use token_env or token_file")
     return Endpoint(str(url), option)

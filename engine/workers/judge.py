@@ -42,6 +42,7 @@ class JudgeWorker(Worker):
         places = replica_places(self)
         if self.rank:
             return
+        self.context.phase("starting the engines")
         service = self.spec.judge.service
         leads = [self.layout.collect_rank(replica) for replica in range(self.layout.dp)]
 

@@ -58,6 +58,7 @@ class MegatronWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> int:
         """Build the model on this rank and read its weights. Returns this rank's number of parameters."""
+        self.context.phase("loading weights")
         self.model = ParallelModel(
             self.spec.path,
             self.layout,

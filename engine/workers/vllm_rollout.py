@@ -92,6 +92,7 @@ class VLLMRolloutWorker(Worker):
             if self.device.type == "cuda":
                 ranks = self.layout.replica(self.layout.coords(self.rank).dp)
                 self._devices = [places[rank] for rank in ranks]
+            self.context.phase("starting the engine")
             self._start()
 
     @takes_weights

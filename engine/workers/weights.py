@@ -51,7 +51,9 @@ def _one_side(method: Method, transfer: Transfer) -> Method:
 def give(worker: Worker, meeting: Meeting, side: Side, lend: Lend) -> None:
     """Send this rank's tensors, named as `side` holds them, to who meets it. See `Links.give`."""
     links = _links(worker)
+    worker.context.phase("sending weights")
     links.give(meeting, worker.rank, worker.name, side, lend)
+    worker.context.phase("")
     _note(worker, links, meeting)
 
 
@@ -60,7 +62,9 @@ def take(
 ) -> Iterator[tuple[str, Tensor]]:
     """What comes to this rank: (name, tensor) pairs, each when it is whole. See `Links.take`."""
     links = _links(worker)
+    worker.context.phase("receiving weights")
     yield from links.take(meeting, worker.rank, worker.name, side, land)
+    worker.context.phase("")
     _note(worker, links, meeting)
 
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import uvicorn
 
+from rolemesh.launch import tokens
 from rolemesh.launch.services.app import make_app
 from rolemesh.launch.services.backend import Backend, Kind, ServeError
 from rolemesh.launch.services.service import ServerLimits, Service
@@ -21,22 +22,14 @@ from rolemesh.launch.services.service import ServerLimits, Service
 def read_token(env: str, file: Path | None) -> str | None:
     """The bearer token from an environment variable or a file; None when neither is named.
 
-    Raises ServeError when both are, or what is named holds no token.
+    A file that others may read is told of. Raises ServeError when both are, or what is named holds no token.
     """
-    if env and file is not None:
-        raise ServeError("give --token-env or --token-file, not both")
-    if env:
-        token, where = os.environ.get(env, ""), f"the environment variable {env}"
-    elif file is not None:
-        try:
-            token, where = file.read_text(), f"the file {file}"
-        except OSError as error:
-            raise ServeError(f"--token-file: {error}") from error
-    else:
-        return None
-    token = token.strip()
-    if not token or not token.isascii() or any(character.isspace() for character in token):
-        raise ServeError(f"{where} holds no token: printable ASCII without blanks is needed")
+    try:
+        token = tokens.read_token(env, file, "--token-env", "--token-file")
+    except tokens.TokenError as error:
+        raise ServeError(str(error)) from error
+    if file is not None and (told := tokens.read_by_others(file)):
+        print(f"warning: --token-file: {told}", file=sys.stderr, flush=True)
     return token
 
 

@@ -21,6 +21,8 @@ print("before any step")
 log.begin("actor rank 1", 3, "update_actor")
 print("two", "lines", sep="\\n")
 sys.stderr.write("no end of line, then ")
+log.end("pool rank 1")
+print("in between")
 log.begin("critic rank 1", None, "init_model")
 os.write(2, b"from outside of Python\\n\\n")
 os.system("echo from a child")
@@ -44,6 +46,7 @@ def test_every_line_has_role_rank_and_step_whoever_printed_it(tmp_path):
         "actor rank 1 step 3 update_actor | two",
         "actor rank 1 step 3 update_actor | lines",
         "actor rank 1 step 3 update_actor | no end of line, then ",
+        "pool rank 1 between operations | in between",
         "critic rank 1 init_model | begins",
         "critic rank 1 init_model | from outside of Python",
         "critic rank 1 init_model | ",

@@ -1,18 +1,16 @@
 """examples/async.yaml run by the command line: real Ray, generation and training on pools of their own."""
 
 import json
-import os
 import shutil
 import signal
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from broken_runs import actor_of, start_run
 from tiny import tiny_checkpoint
 
 from rolemesh.launch.config import load_recipe
@@ -54,15 +52,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rolemesh.launch", "train", "examples/async.yaml", *OVERRIDES, *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    return start_run(folder, *OVERRIDES, *overrides, recipe="examples/async.yaml")
 
 
 def train(folder: Path, *overrides: str) -> str:
@@ -184,7 +174,5 @@ def test_stopped_by_sigterm_and_resumed_it_learns_what_the_unbroken_run_does(fol
     for step in range(1, STEPS + 1):
         for name in set(one[step]) - {n for n in one[step] if n.startswith(("timing_s/", "perf/"))}:
             assert one[step][name] == other[step][name], (step, name)
-    weights = [
-        load_file(r / "export" / f"step_{STEPS}" / "actor" / "model.safetensors") for r in (run, stopped)
-    ]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    first, second = actor_of(run, STEPS), actor_of(stopped, STEPS)
+    assert all(torch.equal(first[name], second[name]) for name in first)

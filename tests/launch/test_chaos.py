@@ -4,24 +4,23 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from broken_runs import output_of, worker_pids
+from broken_runs import actor_of, output_of, start_run, worker_pids
 from faulty_server import Running, faulty_server
-from safetensors.torch import load_file
 from tiny import tiny_checkpoint
 
 from rolemesh.engine.recovery import read_recoveries
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, SEED = 20, 7
+AHEAD_STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +59,8 @@ def recipe(folder: Path, url: str) -> None:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
 
 
-def start(folder: Path, run: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rolemesh.launch", "train", "recipe.yaml", f"run.dir={run}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "export" / f"step_{STEPS}" / "actor" / "model.safetensors")
+def rows_of(run: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 class Chaos:
@@ -103,7 +90,7 @@ def test_a_run_whose_processes_are_killed_every_few_steps_is_the_unbroken_one_bi
     with contextlib.ExitStack() as ended:
         server = ended.enter_context(faulty_server())
         recipe(folder, server.url)
-        unbroken = start(folder, "unbroken")
+        unbroken = start_run(folder, "run.dir=unbroken")
         output = output_of(unbroken, {}, 600)
         assert unbroken.returncode == 0, output
 
@@ -112,15 +99,44 @@ def test_a_run_whose_processes_are_killed_every_few_steps_is_the_unbroken_one_bi
         order = random.Random(SEED).sample(victims, len(victims))
         at = range(1, STEPS, 3)  # six times, of which one is before the first checkpoint
         strikes = {step: lambda victim=victim: chaos.strike(victim) for step, victim in zip(at, order)}  # noqa: B905
-        broken = start(folder, "broken")
+        broken = start_run(folder, "run.dir=broken")
         output = output_of(broken, strikes, 1200)
     assert broken.returncode == 0, output
     assert len(chaos.killed) == len(victims)
     n_workers = sum(victim != "server" for victim in chaos.killed)
     assert len(list(read_recoveries(folder / "broken"))) == n_workers == 5, output
-    for name in ("trained.jsonl",):
-        one, other = ((folder / run / name).read_text() for run in ("unbroken", "broken"))
-        assert [json.loads(line)["step"] for line in one.splitlines()] == list(range(1, STEPS + 1))
-        assert other == one
-    first, second = weights(folder / "unbroken"), weights(folder / "broken")
+    one, other = (rows_of(folder / run, "trained.jsonl") for run in ("unbroken", "broken"))
+    assert [row["step"] for row in one] == list(range(1, STEPS + 1))
+    assert other == one
+    first, second = actor_of(folder / "unbroken", STEPS), actor_of(folder / "broken", STEPS)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_that_generates_ahead_loses_workers_and_no_step_mixes_weights(folder):
+    """A checkpoint holds the samples of the next step too: they are trained on as they are."""
+    overrides = (f"run.steps={AHEAD_STEPS}", "run.save_every=2", "schedule.staleness=1")
+    with contextlib.ExitStack() as ended:
+        server = ended.enter_context(faulty_server())
+        recipe(folder, server.url)
+        unbroken = start_run(folder, "run.dir=ahead", *overrides)
+        output = output_of(unbroken, {}, 300)
+        assert unbroken.returncode == 0, output
+        chaos = Chaos(folder / "ahead-broken", server, ended)
+        strikes = {2: lambda: chaos.strike("rollout"), 4: lambda: chaos.strike("train")}
+        broken = start_run(folder, "run.dir=ahead-broken", *overrides)
+        output = output_of(broken, strikes, 600)
+    assert broken.returncode == 0, output
+    assert len(list(read_recoveries(chaos.run))) == 2, output
+    logs = {log.stem: log.read_text() for log in (chaos.run / "logs").iterdir()}
+    begun = {name: len(re.findall(r"\| process \d+ on node", log)) for name, log in logs.items()}
+    learning = dict.fromkeys(("train_rank_0", "train_rank_1"), 3)
+    assert begun == learning | {"rollout_rank_0": 2, "reward_process_rank_0": 1}, "others are spared"
+    ages = [
+        [row[f"training/staleness/{what}"] for what in ("min", "mean", "max")]
+        for row in rows_of(chaos.run, "metrics.jsonl")
+        if row["step"]
+    ]
+    assert ages == [[min(1, step - 1)] * 3 for step in range(1, AHEAD_STEPS + 1)]
+    assert rows_of(chaos.run, "trained.jsonl") == rows_of(folder / "ahead", "trained.jsonl")
+    first, second = (actor_of(run, AHEAD_STEPS) for run in (folder / "ahead", chaos.run))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,18 +1,13 @@
 """A node is gone for good: the run goes on with those that are left. Several Ray nodes on this machine."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from broken_runs import output_of
+from broken_runs import actor_of, output_of, start_run
 from ray._private.authentication import authentication_token_setup
 from ray.cluster_utils import Cluster
-from safetensors.torch import load_file
 from tiny import tiny_checkpoint
 
 from rolemesh.engine.ray.cluster import SLOT
@@ -57,31 +52,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, run: str, *overrides: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rolemesh.launch", "train", "recipe.yaml", f"run.dir={run}", *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "export" / f"step_{STEPS}" / "actor" / "model.safetensors")
-
-
 def test_an_elastic_run_that_loses_a_node_goes_on_under_another_plan(folder, cluster):
     ray_cluster, nodes = cluster
     address = f"run.address={ray_cluster.address}"
-    whole = start(folder, "whole", address)
+    whole = start_run(folder, "run.dir=whole", address)
     output = output_of(whole, {}, 300)
     assert whole.returncode == 0, output
     assert "lost workers" not in output
 
-    broken = start(folder, "broken", address, "run.elastic=true")
+    broken = start_run(folder, "run.dir=broken", address, "run.elastic=true")
     output = output_of(broken, {3: lambda: ray_cluster.remove_node(nodes[1], allow_graceful=False)}, 400)
     assert broken.returncode == 0, output
     assert "placed on what is left: colocate: 1 pools, 2 devices" in output
@@ -90,5 +69,5 @@ def test_an_elastic_run_that_loses_a_node_goes_on_under_another_plan(folder, clu
     assert PlacementPlan.from_yaml((folder / "broken" / "plan.yaml").read_text()).n_devices == 2
     trained = [(folder / run / "trained.jsonl").read_text() for run in ("whole", "broken")]
     assert trained[0] == trained[1]
-    one, other = weights(folder / "whole"), weights(folder / "broken")
+    one, other = actor_of(folder / "whole", STEPS), actor_of(folder / "broken", STEPS)
     assert max((one[name] - other[name]).abs().max().item() for name in one) < 1e-4

@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.ray.cluster import SLOT, joined_cluster
+from rolemesh.engine.ray.recovery import Spared
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs
 from rolemesh.engine.worker import Worker
 from rolemesh.launch import train
@@ -107,7 +108,7 @@ def seats(folder: Path, nodes: dict[str, str], monkeypatch: pytest.MonkeyPatch):
             plan = report.plan.on(cluster)
             with (
                 Progress(1) as progress,
-                train._worker_groups(asked, plan, 1, progress) as groups,
+                train._worker_groups(Spared(), asked, plan, 1, progress) as groups,
             ):
                 found = {role: Counter(names[i] for i, _ in group.seat()) for role, group in groups.items()}
                 for role in found:

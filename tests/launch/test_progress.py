@@ -3,6 +3,8 @@
 import io
 import time
 
+import pytest
+
 from rolemesh.launch.progress import PLAIN_INTERVAL_S, Progress
 
 
@@ -74,3 +76,13 @@ def test_on_a_terminal_the_status_is_redrawn_and_figures_stay():
     assert "\r\033[K" in stream.getvalue()
     assert "step 1: reward 0.5\n" in stream.getvalue()
     assert stream.getvalue().endswith("\r\033[K")
+
+
+def test_output_that_finds_no_room_on_its_disk_ends_nothing():
+    stream = open("/dev/full", "w")  # noqa: SIM115  closing it fails
+    with Progress(1, stream, interval_s=0.01) as progress:
+        progress.write("step 1: reward 0.5")
+        time.sleep(0.05)
+        assert progress._thread.is_alive()
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 from tiny import tiny_checkpoint
 
 from rolemesh.engine.errors import CallError, WorkerDied
@@ -15,6 +16,7 @@ from rolemesh.launch.config import parse_recipe
 from rolemesh.launch.fields import RecipeError
 from rolemesh.launch.plan import plan_on_what_is_left
 from rolemesh.launch.progress import Progress
+from rolemesh.launch.run_folder import drop_rows_after
 from rolemesh.launch.schema import Run
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.pools import PlacementError
@@ -152,3 +154,12 @@ def test_workers_that_die_while_they_start_again_are_another_loss_and_other_erro
 def test_keys_of_recoveries_are_refused_where_there_are_none(folder):
     with pytest.raises(RecipeError, match=r"run\.elastic would have no effect.*run\.recoveries is 0"):
         parse_recipe(RECIPE, folder, ["run.recoveries=0", "run.elastic=true"])
+
+
+def test_rows_are_taken_back_on_a_full_disk_too(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+        rows = [json.dumps({"step": step, "x": "y" * 2000}) for step in range(5)]
+        (disk / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "x"']) + "\n")
+        fill(disk)
+        drop_rows_after(disk, 2)
+        assert (disk / "metrics.jsonl").read_text().splitlines() == rows[:3]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from broken_runs import output_of, worker_pids
+from broken_runs import actor_of, output_of, start_run, worker_pids
 from safetensors.torch import load_file
 from tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -57,20 +57,8 @@ def folder(tmp_path_factory):
     return root
 
 
-def start(folder: Path, run: str, *overrides: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rolemesh.launch", "train", "recipe.yaml", f"run.dir={run}", *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-
-
 def train(folder: Path, run: str, *overrides: str, code: int = 0) -> str:
-    process = start(folder, run, *overrides)
+    process = start_run(folder, f"run.dir={run}", *overrides)
     try:
         output = process.communicate(timeout=600)[0]
     finally:
@@ -92,10 +80,6 @@ def trained(run: Path) -> list[str]:
     return (run / "trained.jsonl").read_text().splitlines()
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "export" / f"step_{STEPS}" / "actor" / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def unbroken(folder):
     """(Run folder, output) of a run that nothing stops."""
@@ -105,7 +89,7 @@ def unbroken(folder):
 
 @pytest.mark.slow
 def test_stopped_by_sigterm_and_resumed_a_run_is_the_unbroken_one_bit_for_bit(folder, unbroken):
-    process = start(folder, "stopped")
+    process = start_run(folder, "run.dir=stopped")
     lines: list[str] = []
 
     def read() -> None:
@@ -135,14 +119,14 @@ def test_stopped_by_sigterm_and_resumed_a_run_is_the_unbroken_one_bit_for_bit(fo
     assert sorted(other) == list(range(STEPS + 1))
     for step in range(1, STEPS + 1):
         assert other[step] == one[step], step
-    first, second = weights(unbroken[0]), weights(run)
+    first, second = actor_of(unbroken[0], STEPS), actor_of(run, STEPS)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_killed_worker_costs_the_step_and_the_run_is_the_unbroken_one_bit_for_bit(folder, unbroken):
     """Killed in step 4, the last checkpoint is of step 2: step 3 is trained a second time."""
     run = folder / "killed"
-    process = start(folder, "killed", "run.save_every=2")
+    process = start_run(folder, "run.dir=killed", "run.save_every=2")
     output = output_of(process, {3: lambda: os.kill(worker_pids(run)["all_rank_1"], signal.SIGKILL)}, 400)
     assert process.returncode == 0, output
     assert re.search(r"lost workers in step 4: \w+ rank 1 on node .* died in \w+", output), output
@@ -154,7 +138,7 @@ def test_a_killed_worker_costs_the_step_and_the_run_is_the_unbroken_one_bit_for_
         assert recovery.get("recovery/count") == (1 if step > 2 else None)
         assert other[step] == one[step], step
     assert trained(run) == trained(unbroken[0])
-    first, second = weights(unbroken[0]), weights(run)
+    first, second = actor_of(unbroken[0], STEPS), actor_of(run, STEPS)
     assert all(torch.equal(first[name], second[name]) for name in first)
     (told,) = read_report(run).recoveries
     assert re.search(r"in step 4: \w+ rank 1 .* died.*went on after step 2", told)
@@ -180,7 +164,7 @@ def test_resumed_under_another_layout_a_run_learns_the_same(folder, unbroken):
     for step in (4, 5):
         for name, value in one[step].items():
             assert other[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
-    first, second = weights(unbroken[0]), weights(run)
+    first, second = actor_of(unbroken[0], STEPS), actor_of(run, STEPS)
     assert max((first[name] - second[name]).abs().max().item() for name in first) < 1e-5
 
 
@@ -192,9 +176,8 @@ def test_the_last_checkpoints_are_kept_and_the_end_says_where_the_model_is(folde
     subprocess.run(
         [sys.executable, "-m", "rolemesh.launch", *command.split(), str(out)], check=True, cwd=folder
     )
-    assert load_file(out / "model.safetensors").keys() == weights(run).keys()
-    assert all(
-        torch.equal(tensor, weights(run)[n]) for n, tensor in load_file(out / "model.safetensors").items()
-    )
+    converted, exported = load_file(out / "model.safetensors"), actor_of(run, STEPS)
+    assert converted.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in converted.items())
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 128
     assert AutoTokenizer.from_pretrained(out).eos_token_id == 2

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from small_runs import small_recipe, users_of
 
+from rolemesh.engine.recovery import read_recoveries
 from rolemesh.launch import torchrun
 from rolemesh.launch.rendezvous import LaunchError, LauncherWorld
 
@@ -140,6 +141,37 @@ def test_a_run_whose_launchers_end_leaves_no_process(tmp_path, what):
     assert not users_of(temp)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_node_that_goes_away_costs_an_elastic_run_no_more_than_a_step(tmp_path):
+    """Agent, rank, Ray and workers of the second node are killed at once."""
+    temp, run = tmp_path / "temp", {"dir": "run", "steps": 5, "save_every": 1, "elastic": True}
+    recipe = small_recipe(tmp_path, run=run | {"node_wait_s": 3, "silent_s": 20})
+    agents = start(recipe, f"run.temp_dir={temp}")
+    log = tmp_path / "run" / "metrics.jsonl"
+    end = time.monotonic() + 250
+    while not (log.exists() and len(log.read_text().splitlines()) > 2):
+        assert time.monotonic() < end, finish(agents, 1)
+        time.sleep(0.3)
+    started = psutil.Process(agents[0].pid).children()
+    (leader,) = (process for process in started if "rolemesh.launch.torchrun" in process.cmdline())
+    for process in [*psutil.Process(agents[1].pid).children(recursive=True), agents[1]]:
+        process.kill()
+    ended, _ = psutil.wait_procs([leader], timeout=400)
+    agents[0].terminate()  # it waits five minutes more for the other one
+    output, _ = finish(agents, 60)
+    assert ended, output
+    assert "actor exported to" in output
+    assert "placed on what is left: colocate: 1 pools, 1 devices" in output
+    (entry,) = read_recoveries(tmp_path / "run")
+    assert entry.replayed <= 1
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(6))
+    end = time.monotonic() + 30
+    while users_of(temp) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert not users_of(temp)
+
+
 def test_nodes_that_are_missing_are_named():
     meeting = torchrun.Meeting(WORLD, dist.HashStore())
     meeting.tell("node/2", {"where": "b, 10.0.0.3", "joined": False, "error": None})
@@ -162,6 +194,16 @@ def test_ranks_that_stand_by_end_with_the_runs_code():
     meeting = torchrun.Meeting(replace(WORLD, rank=1, local_rank=1), dist.HashStore())
     meeting.tell("end", 143)
     assert meeting.wait_for_end() == 143
+
+
+def test_ranks_that_are_gone_are_waited_for_a_limited_time(monkeypatch):
+    monkeypatch.setattr(torchrun, "_END_S", 0.2)
+    before, start = signal.getsignal(signal.SIGTERM), time.monotonic()
+    try:
+        torchrun.Meeting(WORLD, dist.HashStore()).leave()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert 0.2 < time.monotonic() - start < 10
 
 
 def test_the_address_of_a_cluster_in_the_recipe_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from local_trainer import STEPS, exported, learnt, make_assets, trainer
+from small_disk import fill, small_disk
 
 from rolemesh.engine.checkpoint.manifest import Manifest
 from rolemesh.engine.checkpoint.store import newest_good
@@ -76,3 +77,29 @@ def test_a_last_save_that_fails_is_an_error(assets, tmp_path):
             stopped.fit()
 
     run_ranks(on_rank, 1)
+
+
+def test_a_disk_that_is_full_for_a_step_costs_its_checkpoint_and_its_lines(assets, unbroken, tmp_path):
+    def on_rank(rank, world):
+        kept: list[str] = []
+
+        def on_step(step, metrics):
+            assert running.checkpoints is not None
+            failed = running.checkpoints.settle()
+            assert failed == (step == 3)
+            kept.append(newest_good(disk / "checkpoints").path.name if step else "none")
+            if step == 2:
+                fill(disk)
+            elif step == 3:
+                (disk / "filler").unlink()
+
+        running = trainer(assets, disk, on_step=on_step)
+        return running.fit(), kept
+
+    with small_disk(tmp_path / "disk", 64 << 20) as disk:
+        ((done, kept),) = run_ranks(on_rank, 1)
+        logged, first, second = sorted(learnt(disk)), exported(unbroken), exported(disk)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert done == STEPS
+    assert kept == ["none", "step_1", "step_2", "step_2", "step_4", "step_5"]
+    assert [step for step in logged if step != 3] == [0, 1, 2, 4, 5]  # a short line may find room

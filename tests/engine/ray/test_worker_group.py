@@ -74,6 +74,7 @@ class Plain(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def sleep(self, seconds: float) -> None:
+        self.context.phase("asleep")
         time.sleep(seconds)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -292,8 +293,9 @@ def test_ranks_answer_with_stacks_while_they_compute(groups):
     assert time.monotonic() - start < 1.5
     assert not future.done()
     assert all("time.sleep(seconds)" in stack for stack in stacks.values())
-    assert [states[rank].operation for rank in (0, 1)] == ["critic.sleep"] * 2
+    assert [states[rank].doing for rank in (0, 1)] == ["critic.sleep (asleep)"] * 2
     future.get(60)
+    assert str(groups["critic"].states()[0]).startswith("between operations, after critic.sleep, for 0 s, ")
 
 
 def test_a_wrong_layout_or_a_second_role_of_one_name_is_refused(groups):

@@ -216,7 +216,7 @@ def test_tokens_come_from_one_place_and_are_not_empty(tmp_path, monkeypatch):
     for env, path, says in (
         ("RM_TOKEN", file, "not both"),
         ("EMPTY", None, "EMPTY holds no token"),
-        ("ABSENT", None, "ABSENT holds no token"),
+        ("ABSENT", None, "ABSENT is not set"),
         ("", tmp_path / "none", "--token-file"),
     ):
         with pytest.raises(ServeError, match=says):
