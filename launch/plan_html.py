@@ -142,7 +142,7 @@ def _counts(view: PlanView) -> html.Markup:
     if misfits:
         at = ", ".join(str(point.devices) for point in misfits)
         said += f". Nothing fits on {at} devices: {misfits[-1].misfit}"
-    chart = device_counts_chart(view.counts, now=view.cluster.n_devices)
+    chart = device_counts_chart(view.counts)
     return html.section(
         "Tokens per second and device over numbers of devices", html.legend(chosen), html.figure(chart, said)
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rolemesh.launch.pictures.device_counts import CountPoint
+from rolemesh.launch.pictures.device_counts import PLAN, CountPoint
 from rolemesh.launch.pictures.step_gantt import operation_names
 from rolemesh.launch.pictures.strategies import StrategyBar
 from rolemesh.placement.cluster import ClusterSpec
-from rolemesh.placement.compare import Budget, Compared, compare_strategies, price
+from rolemesh.placement.compare import FORBIDDEN, Budget, Compared, compare_strategies, price
 from rolemesh.placement.length_range import LengthRange
 from rolemesh.placement.memory_over_step import PoolMemory, memory_over_step
 from rolemesh.placement.plan import PlacementPlan
@@ -90,7 +90,7 @@ def view_of(
 def strategy_bars(plan: PlacementPlan, request: PlanRequest, compared: Compared) -> list[StrategyBar]:
     """The plan first, then the strategies, fastest first, each with a sentence on why it loses."""
     mine = price(request, plan)
-    bars = [] if mine is None else [_bar("this plan", mine, _why_first(mine, compared))]
+    bars = [] if mine is None else [_bar(PLAN, mine, _why_first(mine, compared))]
     for name, other in sorted(compared.plans.items(), key=lambda entry: entry[1].makespan_s):
         if mine is None:
             bars.append(_bar(name, other, ""))
@@ -100,7 +100,11 @@ def strategy_bars(plan: PlacementPlan, request: PlanRequest, compared: Compared)
             bars.append(_bar(name, other, "is this plan"))
         else:
             bars.append(_bar(name, other, f"loses: {why_it_loses(mine, other)}"))
-    return [*bars, *(StrategyBar(name, f"does not fit: {why}") for name, why in compared.misfits.items())]
+    return [*bars, *(StrategyBar(name, _why_none(why)) for name, why in compared.misfits.items())]
+
+
+def _why_none(why: str) -> str:
+    return why if why.startswith(FORBIDDEN) else f"does not fit: {why}"
 
 
 def _why_first(mine: Assignment, compared: Compared) -> str:
@@ -147,8 +151,7 @@ def count_points(
     whole = _point(request, compared)
     if plan.prediction.step_s:
         rate = request.workload.tokens / plan.prediction.step_s / request.cluster.n_devices
-        if rate > 1.001 * max(whole.rates.values(), default=0.0):
-            whole = replace(whole, rates={"this plan": rate, **whole.rates})
+        whole = replace(whole, rates={PLAN: rate, **whole.rates}, misfit="")
     points, left_out = [whole], []
     others = [c for c in smaller_clusters(request.cluster) if c.n_devices < request.cluster.n_devices]
     for cluster in sorted(others, key=lambda c: ((c.n_devices & (c.n_devices - 1)) != 0, -c.n_devices)):
@@ -166,5 +169,6 @@ def _point(request: PlanRequest, found: Compared) -> CountPoint:
     n = request.cluster.n_devices
     rates = {name: request.workload.tokens / best.makespan_s / n for name, best in found.plans.items()}
     fits = rates or found.unknown
-    misfit = "" if fits else next(iter(found.misfits.values()), "")
+    reasons = sorted(found.misfits.values(), key=lambda why: why.startswith(FORBIDDEN))
+    misfit = "" if fits else next(iter(reasons), "")
     return CountPoint(n, rates, misfit)

@@ -12,10 +12,12 @@ from rolemesh.placement.pools import PlacementError, fit_pools
 from rolemesh.placement.roles import PlanRequest
 from rolemesh.placement.search import Infeasible, Pin, PlannedPool, SearchResult
 from rolemesh.placement.search.given import search_given
+from rolemesh.placement.search.grouping import allowed_groupings
 from rolemesh.placement.search.plans import Assignment
 from rolemesh.placement.strategies import named_pools
 
 NAMED = ("colocate", "split", "standalone")
+FORBIDDEN = "the pins forbid it"
 _WALL = 4.0  # seconds on the clock for each of computing, at most: a search ends by the clock
 
 
@@ -60,6 +62,10 @@ def compare_strategies(
     misfits: dict[str, str] = {}
     unknown: list[str] = []
     seen = set(known)
+    allowed = {
+        frozenset(frozenset(group) for group in grouping)
+        for grouping in (allowed_groupings(list(request.roles), pins) if pins else ())
+    }
     for name in names:
         if budget.left_s <= 0:
             unknown.append(name)
@@ -73,6 +79,9 @@ def compare_strategies(
         if groups in seen:
             continue
         seen.add(groups)
+        if allowed and groups not in allowed:
+            misfits[name] = f"{FORBIDDEN}: {', '.join(str(pin) for pin in pins)}"
+            continue
         found = _searched(request, pools, pins, budget.left_s)
         if isinstance(found, SearchResult):
             plans[name] = found.best

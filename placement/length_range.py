@@ -66,8 +66,9 @@ def scaled(lengths: Lengths, factor: float) -> Lengths:
 
 @dataclass(frozen=True)
 class LengthRange:
-    """Means, tokens. The plan is within `tie` of the best from `low` to `high`; looked at was from `first` to
-    `last`. `below` and `above` are what is faster beyond, or "does not fit"; empty where nothing is.
+    """Means, tokens. The plan is best from `low` to `high`; looked at was from `first` to `last`.
+
+    `below` and `above` say what is faster beyond, or that the plan does not fit; empty where nothing is.
     """
 
     mean: float
@@ -78,7 +79,6 @@ class LengthRange:
     below: str
     above: str
     against: tuple[str, ...]
-    tie: float
     now: str = ""  # what is faster at the assumed lengths already
 
     def __str__(self) -> str:
@@ -114,8 +114,10 @@ def length_range(
     lengths = load.response_lengths
     if (start := search.verdict(1.0)) is None:
         return None
+    against = tuple(search.others)
     if start:
-        return LengthRange(lengths.mean, *(4 * (lengths.mean,)), "", "", tuple(search.others), tie, now=start)
+        mean = lengths.mean
+        return LengthRange(mean, mean, mean, mean, mean, "", "", against, now=start)
     least = max(1 / _FARTHEST, min(1 / 4, _SHORTEST / lengths.mean))
     most = min(_FARTHEST, max(1.0, 0.98 * lengths.maximum / lengths.mean))
     if own_pools:
@@ -124,8 +126,16 @@ def length_range(
         return None
     low, first, below = search.outwards(least)
     high, last, above = search.outwards(most)
-    means = [scaled(lengths, factor).mean for factor in (low, high, first, last)]
-    return LengthRange(lengths.mean, *means, below, above, tuple(search.others), tie)
+    return LengthRange(
+        lengths.mean,
+        scaled(lengths, low).mean,
+        scaled(lengths, high).mean,
+        scaled(lengths, first).mean,
+        scaled(lengths, last).mean,
+        below,
+        above,
+        tuple(search.others),
+    )
 
 
 class _Search:

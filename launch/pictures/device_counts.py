@@ -20,13 +20,14 @@ from rolemesh.launch.pictures.svg import (
     words,
 )
 
+PLAN = "this plan"
 _LEFT, _TOP, _BOTTOM = 62.0, 44.0, 300.0
 
 
 @dataclass(frozen=True)
 class CountPoint:
-    """So many devices: tokens/s/device by strategy; `misfit` says why nothing fits, empty where it does or
-    where it is not known.
+    """So many devices: tokens/s/device by strategy, and of the plan that is drawn; `misfit` says why nothing
+    fits, empty where something does or where it is not known.
     """
 
     devices: int
@@ -36,12 +37,14 @@ class CountPoint:
     @property
     def best(self) -> str:
         """The fastest strategy; empty without one."""
-        return max(self.rates, key=lambda name: self.rates[name], default="")
+        return max(
+            (name for name in self.rates if name != PLAN), key=lambda name: self.rates[name], default=""
+        )
 
 
 def crossovers(points: Sequence[CountPoint]) -> list[tuple[int, int, str, str]]:
     """Neighbouring numbers of devices between which another strategy becomes best: (from, to, old, new)."""
-    known = sorted((point for point in points if point.rates), key=lambda point: point.devices)
+    known = sorted((point for point in points if point.best), key=lambda point: point.devices)
     return [
         (one.devices, other.devices, one.best, other.best)
         for one, other in itertools.pairwise(known)
@@ -49,8 +52,8 @@ def crossovers(points: Sequence[CountPoint]) -> list[tuple[int, int, str, str]]:
     ]
 
 
-def device_counts_chart(points: Sequence[CountPoint], *, now: int) -> Markup:
-    """The chart; `now` are the devices of the plan. Numbers of devices are spaced by their logarithm."""
+def device_counts_chart(points: Sequence[CountPoint]) -> Markup:
+    """The chart. Numbers of devices are spaced by their logarithm; the plan is a large dot."""
     points = sorted(points, key=lambda point: point.devices)
     rates = [rate for point in points for rate in point.rates.values()]
     if not points or not rates:
@@ -88,7 +91,7 @@ def device_counts_chart(points: Sequence[CountPoint], *, now: int) -> Markup:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{wide:.1f}"/>')
         for at_x, at_y, point in mine:
             said = f"{name} on {point.devices} devices: {point.rates[name]:.4g} tokens/s per device"
-            mark = "6" if point.devices == now and name == point.best else "3.5"
+            mark = "7" if name == PLAN else "3.5"
             parts.append(
                 f'<g class="point"><title>{escaped(said)}</title>'
                 f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="{mark}" fill="{colour}"/></g>'

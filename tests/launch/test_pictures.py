@@ -157,14 +157,14 @@ def test_crossovers_and_what_does_not_fit_are_marked():
         CountPoint(8, misfit="too big"),
         CountPoint(16, {"colocate": 9.0, "split": 5.0}),
         CountPoint(32, {"colocate": 6.0, "split": 8.0}),
-        CountPoint(64, {"colocate": 4.0, "split": 7.0}),
+        CountPoint(64, {"this plan": 9.0, "colocate": 4.0, "split": 7.0}),
     ]
     assert crossovers(points) == [(16, 32, "colocate", "split")]
-    chart = device_counts_chart(points, now=64)
+    chart = device_counts_chart(points)
     assert groups(chart, "misfit") == 1
     assert "split overtakes colocate" in chart
-    assert groups(chart, "point") == 6
-    assert "no number of devices" in device_counts_chart([points[0]], now=8)
+    assert groups(chart, "point") == 7
+    assert "no number of devices" in device_counts_chart([points[0]])
 
 
 def test_lengths_are_all_in_the_histogram_and_the_line_falls_to_none():

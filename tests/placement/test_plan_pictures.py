@@ -10,6 +10,7 @@ from rolemesh.placement.compare import compare_strategies, price
 from rolemesh.placement.length_range import length_range, scaled
 from rolemesh.placement.lengths import Fixed, Measured, log_normal
 from rolemesh.placement.memory_over_step import memory_over_step
+from rolemesh.placement.search import Pin
 from rolemesh.placement.timing.transfer import weight_bytes
 from rolemesh.placement.traffic import traffic
 
@@ -86,6 +87,14 @@ def test_a_plan_stays_best_up_to_where_another_is_faster(request_, compared):
     assert "is faster" in slower.now
     assert str(slower).startswith("at a mean of 300 response tokens ")
     assert length_range(plans[best], request_, compared, tie=0.0, limit_s=0) is None  # no time: nothing said
+
+
+def test_a_strategy_that_the_pins_forbid_is_not_priced(request_):
+    apart = Pin(("actor", "critic"), "apart", None, "must")
+    found = compare_strategies(request_, pins=[apart], limit_s=60)
+    assert "colocate" not in found.plans
+    assert found.misfits["colocate"].startswith("the pins forbid it: ")
+    assert "split" in found.plans
 
 
 def test_scaled_lengths_keep_their_limit():
