@@ -98,13 +98,11 @@ def preflight(
             for row in report.rows
         ]
     if report.plan is not None:
-        idle = [name for name, count in report.plan.idle.items() if count >= (recipe.cluster.per_node or 1)]
-        if len(idle) >= asked.nodes:
-            report.problem("placement", [f"none of the {asked.nodes} nodes has anything to do"])
-        elif idle:
-            used = asked.nodes - len(idle)
+        used = {name for fitted in report.plan.nodes.values() for name, _ in fitted}
+        if used and len(used) < asked.nodes:
+            idle = asked.nodes - len(used)
             report.note(
-                "placement", [f"{len(idle)} of {asked.nodes} nodes stay idle: --nodes {used} is enough"]
+                "placement", [f"{idle} of {asked.nodes} nodes stay idle: --nodes {len(used)} is enough"]
             )
     if not elsewhere:  # its disks are those of the nodes, or they share the run folder's
         shapes, _ = read_shapes(recipe)
