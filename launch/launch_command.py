@@ -54,9 +54,7 @@ def launch(kind: str, asked: Asked, tell: Callable[[str], None]) -> int:
     if kind != "slurm" and recipe.run.requeue:
         raise RecipeError(f"run.requeue asks Slurm, and this is launch {kind}: leave it out")
     if kind != "slurm" and recipe.run.stop_before_walltime and recipe.run.walltime is None:
-        raise RecipeError(
-            f"run.stop_before_walltime: launch {kind} knows no end of the job; give run.walltime"
-        )
+        raise RecipeError(f"run.stop_before_walltime: launch {kind} knows no end of it; give run.walltime")
     elsewhere = kind == "k8s" or bool(asked.container or site.container)
     if asked.check and (problems := preflight(recipe, asked, site, elsewhere=elsewhere, tell=tell)):
         raise RecipeError(f"{problems} of the check: nothing was started (--no-check starts all the same)")
