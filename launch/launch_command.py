@@ -51,6 +51,10 @@ def launch(kind: str, asked: Asked, tell: Callable[[str], None]) -> int:
     site = load_site()
     recipe = _recipe(asked)
     asked = replace(asked, nodes=asked.nodes or recipe.cluster.nodes)
+    if kind != "slurm" and recipe.run.requeue:
+        raise RecipeError(f"run.requeue asks Slurm, and this is launch {kind}: leave it out")
+    if kind != "slurm" and recipe.run.stop_before_walltime and recipe.run.walltime is None:
+        raise RecipeError(f"run.stop_before_walltime: launch {kind} knows no end of it; give run.walltime")
     elsewhere = kind == "k8s" or bool(asked.container or site.container)
     if asked.check and (problems := preflight(recipe, asked, site, elsewhere=elsewhere, tell=tell)):
         raise RecipeError(f"{problems} of the check: nothing was started (--no-check starts all the same)")
@@ -98,13 +102,11 @@ def preflight(
             for row in report.rows
         ]
     if report.plan is not None:
-        idle = [name for name, count in report.plan.idle.items() if count >= (recipe.cluster.per_node or 1)]
-        if len(idle) >= asked.nodes:
-            report.problem("placement", [f"none of the {asked.nodes} nodes has anything to do"])
-        elif idle:
-            used = asked.nodes - len(idle)
+        used = {name for fitted in report.plan.nodes.values() for name, _ in fitted}
+        if used and len(used) < asked.nodes:
+            idle = asked.nodes - len(used)
             report.note(
-                "placement", [f"{len(idle)} of {asked.nodes} nodes stay idle: --nodes {used} is enough"]
+                "placement", [f"{idle} of {asked.nodes} nodes stay idle: --nodes {len(used)} is enough"]
             )
     if not elsewhere:  # its disks are those of the nodes, or they share the run folder's
         shapes, _ = read_shapes(recipe)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from vllm_server import chat_checkpoint
 
 from rolemesh.engine import loggers
-from rolemesh.launch import check, engine_check, recovery, train
+from rolemesh.launch import check, engine_check, recovery, staged, train
 from rolemesh.launch.config import parse_recipe, value_at
 from rolemesh.launch.fields import Key, RecipeError, declared, section_of, without_none
 from rolemesh.launch.schema import Recipe
@@ -147,6 +147,10 @@ WITH = {
     "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
     "rollout.partial_share": ["rollout.partial=true"],
     "run.keep_last": ["run.save_every=2"],
+    "run.env": [
+        "run.device=auto",
+        "run.address=10.0.0.1:6379",
+    ],  # a joined cluster
     "run.walltime": ["run.stop_before_walltime=600"],
     "run.stop_before_walltime": ["run.walltime=7200"],
     "run.requeue": ["run.stop_before_walltime=600", "run.walltime=7200", "run.resume=auto"],
@@ -250,6 +254,8 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         patch.setattr(loggers, "installed", lambda package: True)
         patch.setattr(engine_check, "find_spec", lambda package: True)
         patch.setenv("WANDB_API_KEY", "a-key-for-this-test")
+        patch.setenv("SLURM_JOB_END_TIME", "1900000000")
+        patch.setattr(staged, "on_each_node", lambda stage, *given, **_: {"a": stage(*given)})
         patch.setattr(check, "read_checkpoint", functools.cache(check.read_checkpoint))
         yield run
 

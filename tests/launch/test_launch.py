@@ -249,6 +249,18 @@ def test_a_dry_run_prints_the_command_of_every_node(folder):
         (["slurm", "recipe.yaml", "run.address=auto"], "run.address: a launch starts a cluster of its own"),
         (["slurm", "recipe.yaml", "--nodes", "16", "cluster.nodes=2"], "cluster.nodes is 2, --nodes says 16"),
         (["slurm", "recipe.yaml", "run.env.RANK=1"], "env.RANK is set by launchers"),
+        (["k8s", "recipe.yaml", "run.stop_before_walltime=60"], "launch k8s knows no end of it"),
+        (
+            [
+                "k8s",
+                "recipe.yaml",
+                "run.stop_before_walltime=60",
+                "run.walltime=600",
+                "run.requeue=true",
+                "run.resume=auto",
+            ],
+            "run.requeue asks Slurm, and this is launch k8s",
+        ),
     ],
 )
 def test_what_cannot_start_is_told(folder, monkeypatch, words, said):

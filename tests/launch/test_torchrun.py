@@ -34,7 +34,7 @@ def test_a_launch_ends_with_the_code_of_what_torchrun_started(tmp_path):
         sys.executable,
         "-m",
         "rolemesh.launch.elastic",
-        "--nproc-per-node=2",
+        "--nproc-per-node=1",
         str(tmp_path / "ends.py"),
     ]
     assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 75
