@@ -154,9 +154,8 @@ def _flash_attention() -> tuple[str, float]:
     from flash_attn import flash_attn_func
 
     q, k, v = torch.randn(3, 1, 128, 4, 64, device="cuda", dtype=torch.bfloat16)
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2).float() for x in (q, k, v)), is_causal=True
-    )
+    heads = [x.transpose(1, 2).float() for x in (q, k, v)]
+    plain = torch.nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
     return "bf16", _off(flash_attn_func(q, k, v, causal=True), plain.transpose(1, 2))
 
 
