@@ -384,7 +384,7 @@ def _worker_groups(
     }
     ending = [*pools.values(), *beside.values()]
     if old:
-        progress.write(f"recovery: as they are stay the processes of {', '.join(sorted(old))}")
+        progress.write(f"recovery: the processes of {', '.join(sorted(old))} stay as they are")
     try:
         progress.start("start workers")
         patience: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "patient": True}
