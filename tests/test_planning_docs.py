@@ -45,6 +45,7 @@ def run(arguments: list[str]) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.full
 def test_the_planning_guides_commands_run(folder, monkeypatch):
     monkeypatch.chdir(folder)
     for limit, seconds in (("_PRINTED_S", (0.3, 0.2)), ("_DRAWN_S", (0.5, 0.3)), ("_COUNTS_S", 0.5)):
