@@ -68,7 +68,7 @@ class Recoveries:
     ) -> None:
         self.limit, self.elastic, self.node_wait_s = limit, elastic, node_wait_s
         self.count = 0
-        self._file, self._tell = folder / RECOVERIES_FILE, tell
+        self._file, self.tell = folder / RECOVERIES_FILE, tell
         self._lost: WorkersLost | None = None
         self._since_s, self._time = 0.0, ""
         self._placed: str | None = None
@@ -100,13 +100,13 @@ class Recoveries:
         self._lost = WorkersLost(lost.cause.with_traceback(None), lost.done)
         self._since_s = time.monotonic()
         self._time, self._placed = time.strftime("%Y-%m-%d %H:%M:%S"), None
-        self._tell(f"lost workers in step {lost.done + 1}: {lost.cause}")
-        self._tell(f"recovery {self.count} of at most {self.limit}: starting the workers again")
+        self.tell(f"lost workers in step {lost.done + 1}: {lost.cause}")
+        self.tell(f"recovery {self.count} of at most {self.limit}: starting the workers again")
 
     def placed(self, how: str) -> None:
         """The run is placed anew, on what is left of the cluster."""
         self._placed = how
-        self._tell(f"recovery {self.count}: placed on what is left: {how}")
+        self.tell(f"recovery {self.count}: placed on what is left: {how}")
 
     def restored(self, done: int) -> None:
         """Workers and trainer are as after step `done`; nothing happens where nothing was lost."""
@@ -118,7 +118,7 @@ class Recoveries:
         where = f"the checkpoint of step {done}" if done else "the first models, for want of a checkpoint"
         first, last = done + 1, max(done, self._lost.done) + 1
         again = f"step {first} is" if first == last else f"steps {first} to {last} are"
-        self._tell(f"recovery {self.count}: back at {where}; {again} trained again")
+        self.tell(f"recovery {self.count}: back at {where}; {again} trained again")
         self._lost = None
 
     def metrics(self) -> dict[str, float]:

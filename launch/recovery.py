@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,8 @@ from rolemesh.launch.progress import Progress
 from rolemesh.launch.run_folder import drop_rows_after
 from rolemesh.launch.schema import Run
 from rolemesh.placement.pools import PlacementError
+
+_NOTICE_S, _PAUSE_S = 60.0, 1.0  # Ray takes a node for gone once it has missed several health checks
 
 Start = Callable[..., AbstractContextManager[Any]]
 Lost = Callable[[BaseException, Mapping[str, Any]], CallError | None]
@@ -86,10 +89,25 @@ def workers(start: Start, recoveries: Recoveries, replan: Callable[[], Start] | 
                 if not recoveries.elastic or replan is None:
                     error.add_note("run.elastic: true goes on with what is left")
                     raise
-                groups = running.enter_context(replan()())
+                groups = _on_what_is_left(running, replan, recoveries.tell)
         except CallError as error:
             raise WorkersLost(error, recoveries.done) from error
         yield groups
+
+
+def _on_what_is_left(
+    running: contextlib.ExitStack, replan: Callable[[], Start], tell: Callable[[str], None]
+) -> Any:
+    """What a start under another plan gives; it is planned again while a lost node may still seem alive."""
+    deadline = time.monotonic() + _NOTICE_S
+    while True:
+        try:
+            return running.enter_context(replan()())
+        except PlacementError as error:
+            if time.monotonic() >= deadline:
+                raise
+            tell(f"recovery: {str(error).partition(chr(10))[0]}; planning again")
+            time.sleep(_PAUSE_S)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,34 @@ def test_devices_that_do_not_come_back_end_the_run_unless_it_is_elastic(tmp_path
     assert other.started == [{}]
 
 
+def test_a_node_that_still_seems_alive_is_planned_with_until_it_is_known_to_be_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery, "_PAUSE_S", 0.0)
+    told: list[str] = []
+    plans = iter([PlacementError("not granted\nNodes: ..."), PlacementError("it left"), None])
+
+    def replan():
+        @contextlib.contextmanager
+        def start():
+            if error := next(plans):
+                raise error
+            yield {}
+
+        return start
+
+    recoveries = Recoveries(tmp_path, 3, elastic=True, tell=told.append)
+    lost_once(Workers(missing=1), recoveries, Run(dir=str(tmp_path)), replan)
+    assert next(plans, "none") == "none"
+    assert [line for line in told if "again" in line] == [
+        "recovery: not granted; planning again",
+        "recovery: it left; planning again",
+    ]
+
+    monkeypatch.setattr(recovery, "_NOTICE_S", 0.0)
+    plans = iter([PlacementError("never granted")])
+    with pytest.raises(PlacementError, match="never granted"):
+        lost_once(Workers(missing=1), Recoveries(tmp_path, 3, elastic=True), Run(dir=str(tmp_path)), replan)
+
+
 def test_workers_that_die_while_they_start_again_are_another_loss_and_other_errors_are_none(tmp_path):
     recoveries = Recoveries(tmp_path, 3)
     recoveries.lost(WorkersLost(DEATH, done=3))
