@@ -144,7 +144,7 @@ def test_a_node_that_still_seems_alive_is_planned_with_until_it_is_known_to_be_g
     recoveries = Recoveries(tmp_path, 3, elastic=True, tell=told.append)
     lost_once(Workers(missing=1), recoveries, Run(dir=str(tmp_path)), replan)
     assert next(plans, "none") == "none"
-    assert [line for line in told if "again" in line] == [
+    assert [line for line in told if "planning again" in line] == [
         "recovery: not granted; planning again",
         "recovery: it left; planning again",
     ]
