@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 from rolemesh.launch.pictures.cells import IDLE, Cell, Row
 from rolemesh.launch.pictures.svg import (
@@ -76,14 +77,15 @@ def placement_map(rows: Sequence[Row], plan: PlacementPlan) -> Markup:
 def device_squares(rows: Sequence[Row], plan: PlacementPlan) -> Markup:
     """The same in small: a square per device in its pool's colour, without roles."""
     pools, size, left = pool_colours(plan), 22.0, 190.0
-    parts, top = [hatch("idle-squares")], 0.0
+    idle = f"idle-{crc32(plan.to_yaml().encode()):x}"  # a pattern in a folded part of the page is not drawn
+    parts, top = [hatch(idle)], 0.0
     fits = int((WIDTH - left - 24) // (size + 4))
     for row in rows:
         many = f" ({len(row.nodes)} nodes)" if len(row.nodes) > 1 else ""
         parts.append(words(left - 8, top + 17, short(row.name() + many, 28), "end"))
         for i, cell in enumerate(row.cells):
             x, y = left + (i % fits) * (size + 4), top + 2 + (i // fits) * (size + 4)
-            fill = "url(#idle-squares)" if cell.pool == IDLE else pools[cell.pool]
+            fill = f"url(#{idle})" if cell.pool == IDLE else pools[cell.pool]
             said = f"{row.name()}, device {i}: {cell.pool or 'idle'}"
             parts.append(
                 f'<g class="cell"><title>{escaped(said)}</title><rect x="{x:.0f}" y="{y:.0f}" '
