@@ -81,7 +81,8 @@ def _inside(path: Path, folders: Sequence[tuple[str, str]]) -> str:
 
 def slurm_script(job: Job) -> str:
     """`train.sbatch` with the job's options and settings."""
-    slurm, options = job.site.slurm, {"job-name": job.name, "nodes": str(job.nodes), "export": "ALL"}
+    slurm = job.site.slurm
+    options: dict[str, str | None] = {"job-name": job.name, "nodes": str(job.nodes), "export": "ALL"}
     if job.container and not job.site.mounts:
         raise RecipeError(
             "mounts is empty: a container sees nothing of the recipe; name its folders in the site file"
