@@ -30,6 +30,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as actor.layout.tp=2.")
 ]
 
+Address = Annotated[
+    str, typer.Option("--address", help="Join this Ray cluster (auto or ip:port); short for run.address=.")
+]
+
 
 class _Commands(typer.core.TyperGroup):
     """Turns what a command returns or raises into an exit code and a message without a stack."""
@@ -81,6 +85,7 @@ def train(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Two full steps with random weights: does the memory suffice?")
     ] = False,
+    address: Address = "",
 ) -> int:
     """Check a recipe, then train."""
     from rolemesh.launch.check import check_recipe
@@ -89,7 +94,7 @@ def train(
     from rolemesh.launch.run_lock import only_run_in
 
     going_on = [f"run.resume={json.dumps(resume)}"] if resume else []
-    recipe = load_recipe(recipe_path, [*(overrides or []), *_instead(plan), *going_on])
+    recipe = load_recipe(recipe_path, [*(overrides or []), *_instead(plan), *going_on, *_joined(address)])
     if smoke:
         from rolemesh.launch.smoke import smoke_recipe
 
@@ -108,6 +113,10 @@ def train(
 
         code = run_training(recipe, report.plan, report.resume.path)
     return _smoked(recipe.run.dir) if smoke and code == EXIT_OK else code
+
+
+def _joined(address: str) -> list[str]:
+    return [f"run.address={json.dumps(address)}"] if address else []
 
 
 def _smoked(folder: str) -> int:
@@ -143,12 +152,13 @@ def check(
     defaults: Annotated[
         bool, typer.Option("--defaults", help="List the keys left to their default.")
     ] = False,
+    address: Address = "",
 ) -> int:
     """Check a recipe against its files, models and this machine; start nothing."""
     from rolemesh.launch.check import check_recipe
     from rolemesh.launch.config import list_defaults, load_recipe
 
-    recipe = load_recipe(recipe_path, overrides or [])
+    recipe = load_recipe(recipe_path, [*(overrides or []), *_joined(address)])
     report = check_recipe(recipe, offline=offline)
     print("\n".join([report.text(), *(list_defaults(recipe) if defaults else [])]))
     return EXIT_BAD_RECIPE if report.problems else EXIT_OK

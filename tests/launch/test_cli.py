@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rolemesh.launch import cli
+from rolemesh.launch.cli import main
+from rolemesh.launch.fields import RecipeError
 
 ROLEMESH = [sys.executable, "-c", "from rolemesh.launch.cli import main; main()"]
 BAD = "actor: {pth: x}\ndata: a.jsonl\nreward: r\n"
@@ -45,6 +48,21 @@ def test_debug_adds_the_stack(tmp_path: Path):
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: RecipeError: no recipe at")
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_the_address_of_a_cluster_is_the_recipes_key(command: str, tmp_path: Path, monkeypatch):
+    seen = []
+
+    def look(recipe, **_):
+        seen.append(recipe.run.address)
+        raise RecipeError("seen")
+
+    monkeypatch.setattr("rolemesh.launch.check.check_recipe", look)
+    (tmp_path / "r.yaml").write_text("algorithm: grpo\ndata: a.jsonl\nactor: a\nreward: r.py:f\n")
+    done = CliRunner().invoke(main, [command, str(tmp_path / "r.yaml"), "--address", "10.0.0.1:6379"])
+    assert done.exit_code == 2
+    assert seen == ["10.0.0.1:6379"]
 
 
 def test_train_refuses_what_check_finds_before_anything_is_written(tmp_path: Path):

@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_an_elastic_run_that_loses_a_node_goes_on_under_another_plan(folder, cluster):
     ray_cluster, nodes = cluster
-    address = f"run.address={ray_cluster.address}"
+    address = f"--address={ray_cluster.address}"
     whole = start_run(folder, "run.dir=whole", address)
     output = output_of(whole, {}, 300)
     assert whole.returncode == 0, output
