@@ -59,7 +59,9 @@ def test_the_address_of_a_cluster_is_the_recipes_key(command: str, tmp_path: Pat
         raise RecipeError("seen")
 
     monkeypatch.setattr("rolemesh.launch.check.check_recipe", look)
-    (tmp_path / "r.yaml").write_text("algorithm: grpo\ndata: a.jsonl\nactor: a\nreward: r.py:f\n")
+    (tmp_path / "r.yaml").write_text(
+        "algorithm: grpo\ndata: a.jsonl\nactor: a\nreward: r.py:f\nbatch: {samples_per_prompt: 2}\n"
+    )
     done = CliRunner().invoke(main, [command, str(tmp_path / "r.yaml"), "--address", "10.0.0.1:6379"])
     assert done.exit_code == 2
     assert seen == ["10.0.0.1:6379"]
