@@ -113,11 +113,13 @@ def needs_own_code(folder: Path) -> bool:
 
 
 def read_shapes(recipe: Recipe) -> tuple[dict[str, ModelShape], list[str]]:
-    """The models of the roles from their config.json (weights are not needed), and a note for each without.
+    """The models of the roles from their config.json (weights are not needed), and a note for each file that
+    is not there.
 
     Raises RecipeError for a config.json that cannot be read.
     """
-    shapes, notes = {}, []
+    shapes: dict[str, ModelShape] = {}
+    without: dict[str, list[str]] = {}  # the roles by what is said of them
     for role in recipe.roles:
         if role == "rollout":
             continue
@@ -125,13 +127,14 @@ def read_shapes(recipe: Recipe) -> tuple[dict[str, ModelShape], list[str]]:
         file = path if path.suffix == ".json" else path / "config.json"
         if not file.is_file() and (known := known_model(path.name)):
             shapes[role], source = known
-            notes.append(f"{role}: no {file}, so the built-in shape {path.name} ({source})")
+            without.setdefault(f"no {file}, so the built-in shape {path.name} ({source})", []).append(role)
             continue
         if not file.is_file():
-            notes.append(f"{role}: no {file}, so its layout is not checked against a model")
+            said = f"no {file}, so its layout is not checked against a model"
+            without.setdefault(said, []).append(role)
             continue
         try:
             shapes[role] = ModelShape.from_config(json.loads(file.read_text()))
         except (json.JSONDecodeError, ModelError) as error:
             raise RecipeError(f"{role}.path: {file}: {error}") from error
-    return shapes, notes
+    return shapes, [f"{', '.join(roles)}: {said}" for said, roles in without.items()]

@@ -345,8 +345,10 @@ def describe_error(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        text = "\n".join([f"{type(cause).__name__}: {cause}", *getattr(cause, "__notes__", ())])
-        if not any(text in line for line in lines):  # a worker's error quotes its cause already
+        notes = getattr(cause, "__notes__", ())
+        text = "\n".join([f"{type(cause).__name__}: {cause}", *notes])
+        told = str(cause) if " " in str(cause) and not notes else text
+        if not any(told in line for line in lines):  # an error often quotes its cause already
             lines.append(f"{'caused by' if lines else 'error'}: {text}")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "\n".join(lines)
