@@ -37,7 +37,12 @@ def examine(address: str | None = None) -> Report:
 
     What runs has a limit each, and a process of its own. Starts a local Ray cluster for a moment, or looks at
     the one at `address`.
+
+    Raises ModuleNotFoundError where the extra `train` is not installed.
     """
+    for needed in ("torch", "ray"):
+        if find_spec(needed) is None:
+            raise ModuleNotFoundError(f"No module named {needed!r}", name=needed)
     with ThreadPoolExecutor(1) as beside:
         runs = [beside.submit(run) for run in (kernel_findings, link_findings)]
         found = [*limited("software"), *machine_findings()]
