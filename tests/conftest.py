@@ -8,6 +8,11 @@ import pytest
 gc.disable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs, which are in the last files by name, first: then workers side by side end together."""
+    items.sort(key=lambda item: item.path.as_posix(), reverse=True)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
