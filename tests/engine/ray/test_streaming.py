@@ -112,7 +112,8 @@ def lost_pool(cluster):
 
 @pytest.mark.parametrize(("dp", "n_rows"), [(4, 10), (2, 7), (4, 3)])
 def test_parts_are_heard_of_as_they_are_made_and_come_back_in_order(pool: ResourcePool, dp: int, n_rows: int):
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), layout=Layout(tp=4 // dp, dp=dp))
+    layout = Layout(tp=4 // dp, dp=dp)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), layout=layout, role=f"parts_{dp}_{n_rows}")
     heard: list[tuple[PartRef, bool]] = []
     x = torch.arange(n_rows)
     future = group.doubled(DataProto.from_dict({"x": x}), blocking=False)
@@ -126,7 +127,7 @@ def test_parts_are_heard_of_as_they_are_made_and_come_back_in_order(pool: Resour
 
 
 def test_a_call_that_raises_after_some_parts_fails_as_any_other_and_the_pool_goes_on(pool: ResourcePool):
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), role="parts")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), role="raising")
     x = DataProto.from_dict({"x": torch.arange(8)})
     assert_fails_after_a_part(group, x, "raise", WorkerError)
     assert group.doubled(x).batch["x"].tolist() == list(range(0, 16, 2))
@@ -160,7 +161,7 @@ def test_a_part_whose_process_ended_before_its_blocks_came_is_never_told_of(lost
 
 
 def test_rows_that_a_worker_forgets_are_an_error(pool: ResourcePool):
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), role="parts")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Parts), role="forgetful")
     with pytest.raises(ValueError, match=r"a batch of 2 rows hold 1 rows; missing: \[1\]"):
         group.forgets(DataProto.from_dict({"x": torch.arange(8)}))
 

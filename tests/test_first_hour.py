@@ -1,0 +1,84 @@
+"""docs/first-hour.md: its commands run as they stand there, and print the lines that it shows."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rolemesh.launch.cli import main
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(580)]
+ON_A_LAPTOP = ("plan", "import")
+
+
+def steps() -> list[tuple[list[str], list[str]]]:
+    """The words of each command, without `rolemesh`, and the lines that the page shows of its output."""
+    text = (ROOT / "docs" / "first-hour.md").read_text()
+    found = re.findall(r"```sh\n(.*?)```\n+(?:```text\n(.*?)```)?", text, re.DOTALL)
+    return [(shlex.split(command)[1:], shown.splitlines()) for command, shown in found]
+
+
+def missing(shown: list[str], output: str) -> list[str]:
+    """The lines that were not printed; one that ends with ... was where its beginning was."""
+    printed = output.splitlines()
+    return [
+        line
+        for line in shown
+        if not any(
+            one.startswith(line.removesuffix("...")) if line.endswith("...") else one.rstrip() == line
+            for one in printed
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    return folder
+
+
+def test_what_needs_no_devices_prints_what_the_page_shows(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    laptop = [step for step in steps() if step[0][0] in ON_A_LAPTOP]
+    assert len(laptop) == 3
+    for command, shown in laptop:
+        done = CliRunner().invoke(main, command)
+        output = done.output.replace(f"{folder}/", "")
+        assert shown, command
+        assert missing(shown, output) == [], output
+        assert done.exit_code == (3 if "InfeasibleError" in shown[0] else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+def test_the_commands_that_start_something_run(folder: Path):
+    make = [sys.executable, "examples/quickstart/make_assets.py", "--out", "runs/quickstart-assets"]
+    subprocess.run(make, cwd=folder, check=True, timeout=600)
+    said = {}
+    for command, shown in steps():
+        if command[0] in ON_A_LAPTOP:
+            continue
+        done = subprocess.run(
+            [sys.executable, "-m", "rolemesh.launch", *command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said[command[0]] = done.stdout
+        figure = re.compile(r"[\d.:]+")
+        kinds = {figure.sub("#", line.rstrip()) for line in done.stdout.splitlines()}
+        for line in shown:
+            kind = figure.sub("#", line.removesuffix("..."))
+            assert any(one.startswith(kind) if line.endswith("...") else one == kind for one in kinds), line
+    assert set(said) == {"doctor", "check", "train", "launch", "status", "stacks", "report"}
