@@ -1,5 +1,7 @@
 """A parallel model on a test's batch: `from parallel_runs import ...`."""
 
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,10 @@ def save(model: ParallelModel, folder: Path) -> None:
         folder.mkdir()
     dist.barrier()
     saving = ShardSave(model, folder)
-    saving._thread.join(60)
+    saving._thread.join(120)
+    if saving._thread.is_alive():
+        stack = traceback.format_stack(sys._current_frames()[saving._thread.ident])
+        raise AssertionError(f"the write hangs at\n{''.join(stack)}")
     assert saving.progress().done, saving.progress().error
     results = [None] * dist.get_world_size()
     dist.all_gather_object(results, saving.progress().results)
