@@ -106,12 +106,12 @@ class Meeting:
         """Go together: the launcher ends the others of its node when one rank ends with an error."""
         world = self.world
         with contextlib.suppress(Exception):  # the store is gone where its node is
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes as soon as the first rank has gone
             here = self.store.add("left", 1)
             deadline = time.monotonic() + _END_S
             while here < world.world_size and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 here = self.store.add("left", 0)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             seen = self.store.add("gone", 1)  # the store is rank 0's, or its launcher's: it goes last
             while world.rank == 0 and seen < here and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
