@@ -39,8 +39,9 @@ from rolemesh.engine.workers.critic import CriticWorker
 from rolemesh.engine.workers.judge import JudgeWorker
 from rolemesh.engine.workers.reference import RefWorker
 from rolemesh.engine.workers.remote_reference import RemoteRefWorker
-from rolemesh.engine.workers.reward import RewardWorker, ScoreWorker
+from rolemesh.engine.workers.reward import RewardWorker
 from rolemesh.engine.workers.rollout import RolloutWorker
+from rolemesh.engine.workers.scorer import ScoreWorker
 from rolemesh.engine.workers.vllm_rollout import VLLMRolloutWorker
 from rolemesh.launch import assemble
 from rolemesh.launch.checkpoints import read_shapes

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rolemesh.parallel import plain_imports
+
 _MEGATRON = "megatron.core"
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -64,7 +66,7 @@ class _SwapOnImport(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if not _is_megatron(fullname):
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        spec = plain_imports.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

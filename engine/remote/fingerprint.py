@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:  # a rank of a model needs no transformers, which takes long to load
+    from transformers import PreTrainedTokenizerBase
 
 _MODEL_TABLES = ("vocab", "merges")
 _SAMPLED, _SAMPLES = 1 << 16, 64  # bytes read at a time of a file of weights, and how often

@@ -243,11 +243,11 @@ class JudgeReward:
                 f"the answer was cut at its longest length, {self._longest}; it ends {text[-80:]!r}"
             )
         answer = self.form.read(text)
-        if self.cache:
+        if cache := self.cache:  # another question may find out meanwhile that it cannot be written
             try:
-                await asyncio.to_thread(self.cache.put, key, text)
+                await asyncio.to_thread(cache.put, key, text)
             except OSError as error:
-                log.warning("the judge's cache %s is no longer used: %s", self.cache.folder, error)
+                log.warning("the judge's cache %s is no longer used: %s", cache.folder, error)
                 self.cache = None
         return answer
 

@@ -1,6 +1,8 @@
-"""Rollout engines: prompts and weights in, sampled responses and their log-probabilities out."""
+"""Rollout engines: prompts and weights in, sampled responses and their log-probabilities out.
 
-from rolemesh.engine.rollout.hf import HFRollout
+`rollout.hf` is not imported here: the processes that drive another engine do without transformers.
+"""
+
 from rolemesh.engine.rollout.sampling import RolloutError, SamplingOptions
 
-__all__ = ["HFRollout", "RolloutError", "SamplingOptions"]
+__all__ = ["RolloutError", "SamplingOptions"]

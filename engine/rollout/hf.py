@@ -18,7 +18,8 @@ from transformers.initialization import no_init_weights
 
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.rollout.sampling import RolloutError, RowSampler, SamplingOptions, row_uniforms
+from rolemesh.engine.rollout.row_sampler import RowSampler
+from rolemesh.engine.rollout.sampling import RolloutError, SamplingOptions, row_uniforms
 from rolemesh.engine.rollout.stored_names import stored_views
 from rolemesh.placement.model import ModelShape
 

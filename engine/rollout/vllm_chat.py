@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rolemesh.engine.rollout.vllm import VLLMSpec, make_engine
 
 Answer = tuple[str, str | None]  # the text, and why it ended ("stop", "length")
@@ -29,6 +27,8 @@ class ChatEngine:
 
     def __init__(self, spec: VLLMSpec) -> None:
         self.spec = spec
+        from transformers import AutoTokenizer  # not needed by those who start an engine elsewhere
+
         self.tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=False)
         if not self.tokenizer.chat_template:
             raise ChatRefused(f"{spec.path} has no chat template: it cannot be asked")

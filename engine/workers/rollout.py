@@ -10,7 +10,8 @@ import torch
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.rollout import HFRollout, SamplingOptions
+from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.rollout.hf import HFRollout
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.baseline import as_baseline, as_prompts, prompts_once
 from rolemesh.engine.workers.weights import take, takes_weights

@@ -15,7 +15,8 @@ from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.data.prompts import PromptDataset
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rewards.function import FunctionReward
-from rolemesh.engine.rollout import HFRollout, SamplingOptions
+from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.rollout.hf import HFRollout
 from rolemesh.engine.validation import extra_columns, sample_table, validation_metrics
 from rolemesh.launch.assemble import end_tokens
 from rolemesh.launch.checkpoints import read_checkpoint

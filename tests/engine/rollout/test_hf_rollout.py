@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.rollout import HFRollout, RolloutError, SamplingOptions
+from rolemesh.engine.rollout import RolloutError, SamplingOptions
+from rolemesh.engine.rollout.hf import HFRollout
 from tests.tiny import tiny_checkpoint, tiny_config, tiny_model
 
 OPTIONS = SamplingOptions(max_response_tokens=12, eos_ids=(2,), pad_id=0, seed=7)

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.protocol import DataProto
-from rolemesh.engine.rollout import HFRollout, SamplingOptions
-from rolemesh.engine.workers.reward import ScoreWorker
+from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.rollout.hf import HFRollout
 from rolemesh.engine.workers.rollout import RolloutSpec, RolloutWorker
+from rolemesh.engine.workers.scorer import ScoreWorker
 from tests.tiny import tiny_checkpoint
 
 OPTIONS = SamplingOptions(max_response_tokens=6, eos_ids=(2,), pad_id=0, seed=7)
