@@ -16,6 +16,8 @@ from rolemesh.placement.plan import PlacementPlan
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on CPUs."""
+CPU_LATENT = (512, 64)
+"""Sizes of latent attention, its vector and its turned part, that vLLM's kernel on CPUs is compiled for."""
 
 
 def engine_problems(recipe: Recipe, plan: PlacementPlan, actor: ModelShape) -> Iterator[str]:
@@ -29,12 +31,6 @@ def engine_problems(recipe: Recipe, plan: PlacementPlan, actor: ModelShape) -> I
             )
         return
     yield from _vllm_problems("rollout", "rollout.engine vllm", "use engine: hf", plan, actor)
-    tp = plan.layout_of("rollout").tp
-    if actor.moe and plan.pool_of("rollout").device_kind == "cpu" and tp > 1:
-        yield (
-            f"rollout.layout.tp is {tp}: on a CPU vLLM cannot replace the weights of a mixture of experts "
-            "that is cut over tp: use tp 1, or engine: hf"
-        )
 
 
 def judge_problems(recipe: Recipe, plan: PlacementPlan, judge: Checkpoint) -> Iterator[str]:
@@ -84,9 +80,15 @@ def _vllm_problems(
         Layout(tp=tp).check_cut(shape)
     except LayoutError as error:
         yield f"{role}.layout: {error}"
-    if on_cpu and shape.head_dim not in CPU_HEADS:
-        whose = "the actor's have" if role == "rollout" else "this model's have"
+    whose = "the actor's" if role == "rollout" else "this model's"
+    if on_cpu and (latent := shape.latent):
+        if (sizes := (latent.kv_rank, latent.rope_dim)) != CPU_LATENT:
+            yield (
+                f"{what} takes latent attention with kv_lora_rank {CPU_LATENT[0]} and qk_rope_head_dim "
+                f"{CPU_LATENT[1]} alone on a CPU, {whose} are {sizes[0]} and {sizes[1]}: {instead}, or a GPU"
+            )
+    elif on_cpu and shape.head_dim not in CPU_HEADS:
         yield (
-            f"{what} takes heads of {', '.join(map(str, CPU_HEADS))} on a CPU, {whose} "
+            f"{what} takes heads of {', '.join(map(str, CPU_HEADS))} on a CPU, {whose} have "
             f"{shape.head_dim}: {instead}"
         )

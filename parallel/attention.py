@@ -59,12 +59,12 @@ class CausalAttention(nn.Module):
         """query [t, heads, d], key and value [t, kv heads, d] of this rank's tokens to [t, heads * d]."""
         if packed_seq_params.order is not None:
             key, value = (self._of_all(x)[packed_seq_params.order] for x in (key, value))
-        outputs, at = [], 0
-        for n_queries, start, stop in self._windows(packed_seq_params.spans):
-            parts = (query[at : at + n_queries], key[start:stop], value[start:stop])
-            outputs.append(self._attend(*(x.transpose(0, 1)[None] for x in parts))[0].transpose(0, 1))
-            at += n_queries
-        return torch.cat(outputs).flatten(1)
+        spans = list(self._windows(packed_seq_params.spans))
+        of_spans = zip(
+            query.split([span.n_queries for span in spans]), seen(key, spans), seen(value, spans), strict=True
+        )
+        outputs = [self._attend(*(x.transpose(0, 1)[None] for x in parts))[0] for parts in of_spans]
+        return torch.cat([output.transpose(0, 1) for output in outputs]).flatten(1)
 
     def _of_all(self, x: Tensor) -> Tensor:
         """The cp ranks' tokens laid end to end; backward sums what every rank's queries ask of each."""
@@ -93,6 +93,16 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
+
+
+def seen(x: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+    """What each span sees of x [t, ...]. Where that is each token once, backward is one concatenation; slices
+    would each give a gradient of x's whole size.
+    """
+    ends = [0, *(span.stop for span in spans)]
+    if [*(span.start for span in spans), len(x)] == ends:
+        return x.split([span.stop - span.start for span in spans])
+    return [x[span.start : span.stop] for span in spans]
 
 
 class RMSNorm(nn.Module):

@@ -106,8 +106,12 @@ def tiny_config(
     hidden: int = 64,
     heads: int = 4,
     kv_heads: int = 2,
+    **settings: object,
 ) -> PreTrainedConfig:
-    """A config of `family` with grouped-query attention; Qwen3's head_dim is not hidden / heads."""
+    """A config of `family` with grouped-query attention; Qwen3's head_dim is not hidden / heads.
+
+    `settings` are further ones of its `config.json`, before all others.
+    """
     sizes = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -123,7 +127,7 @@ def tiny_config(
     }
     if family in ("qwen3", "qwen3_moe"):
         sizes["head_dim"] = 2 * hidden // heads
-    return AutoConfig.for_model(family, **sizes | OWN_SETTINGS.get(family, {}))
+    return AutoConfig.for_model(family, **sizes | OWN_SETTINGS.get(family, {}) | settings)
 
 
 def tiny_model(
@@ -160,6 +164,7 @@ def tiny_checkpoint(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
+    **settings: object,
 ) -> Path:
     """Save a tiny model (Hugging Face safetensors and config.json) with its tokenizer; returns `directory`.
 
@@ -167,7 +172,14 @@ def tiny_checkpoint(
     such as "50KB" cuts the weights into several files.
     """
     config = tiny_config(
-        family, tied=tied, vocab=vocab, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads
+        family,
+        tied=tied,
+        vocab=vocab,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        **settings,
     )
     tiny_model(config, head=head, seed=seed).to(dtype).save_pretrained(
         directory, max_shard_size=max_shard_size

@@ -20,6 +20,7 @@ import torch
 from rolemesh.engine.rollout.kept_weights import KeptWeights
 from rolemesh.engine.rollout.requests import Request, Sample
 from rolemesh.engine.rollout.sampling import RolloutError, SamplingOptions
+from rolemesh.engine.rollout.vllm_config import as_transformers_computes
 
 CPU_BLOCK_TOKENS = 32  # vLLM's default on a CPU is 128, and only whole blocks are shared between samples
 _EXTENSION = "rolemesh.engine.rollout.vllm_weights.WeightsExtension"
@@ -209,6 +210,7 @@ def make_engine(spec: VLLMSpec, **options: Any) -> Any:
     config = EngineArgs(
         model=spec.path,
         generation_config="vllm",  # the checkpoint's own settings would bend the policy unseen
+        hf_overrides=as_transformers_computes,
         dtype=spec.dtype,
         seed=0,
         tensor_parallel_size=spec.tp,
@@ -223,6 +225,8 @@ def make_engine(spec: VLLMSpec, **options: Any) -> Any:
         disable_log_stats=True,
         **options,
     ).create_engine_config()
+    if on_cpu and config.model_config.use_mla:  # vLLM 0.32's kernel misreads the strides of these queries
+        config.compilation_config.custom_ops.append("-rotary_embedding")
     if spec.kv_tokens is not None:
         config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, max(spec.kv_tokens, spec.max_tokens))
     return LLMEngine.from_vllm_config(config, disable_log_stats=True)

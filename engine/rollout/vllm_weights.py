@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from rolemesh.engine.rollout.kept_weights import KeptWeights
 
 
@@ -19,6 +21,7 @@ class WeightsExtension:
 
     model_runner: Any
     model_config: Any
+    device: torch.device
     rank: int
 
     def scale_logits(self, factor: float) -> None:
@@ -33,11 +36,25 @@ class WeightsExtension:
         )
 
         model = self._model()
-        held = {name for name, _ in model.named_parameters()}
+        if self.device.type == "cpu":
+            _forget_expert_kernels(model)
         initialize_layerwise_reload(model)
+        held = {name for name, _ in model.named_parameters()}  # not what vLLM has derived from them
         loaded = model.load_weights(of_ranks[self.rank].read())
         finalize_layerwise_reload(model, self.model_config)
         return [] if loaded is None else sorted(held - set(loaded))  # None: a model that does not tell
 
     def _model(self) -> Any:
         return self.model_runner.get_model()
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have a reload pad and pack experts again.
+
+    vLLM 0.32 does that only with the kernel's first weights. A GPU's keeps the form they are loaded in, and
+    CUDA graphs keep the kernel.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None

@@ -13,8 +13,7 @@ from rolemesh.launch.check import CheckReport, check_recipe
 from rolemesh.launch.config import parse_recipe
 from rolemesh.launch.engine_check import engine_problems
 from rolemesh.launch.fields import RecipeError
-from rolemesh.placement.model import ModelShape
-from rolemesh.placement.modules import Experts
+from rolemesh.placement.model import LatentAttention, ModelShape
 
 RECIPE = """
 run: {device: cpu}
@@ -76,13 +75,22 @@ def test_a_cut_that_vllm_does_not_run_is_refused(folder: Path, override: str, wo
     assert any(words in problem for problem in said), said
 
 
-def test_experts_cut_over_tp_are_refused_on_a_cpu(folder: Path):
-    recipe = parse_recipe(RECIPE, folder)
+def test_latent_attention_of_other_sizes_than_vllms_kernel_is_refused_on_a_cpu(folder: Path):
+    recipe = parse_recipe(RECIPE, folder, ["actor.layout.tp=1", "rollout.layout.tp=1"])
     report = check_recipe(recipe, offline=True)
     assert report.plan is not None
-    moe = ModelShape("mixtral", 2, 64, 128, 2, 2, 32, 128, 512, moe=Experts(4, 2, 64))
-    (said,) = engine_problems(recipe, report.plan, moe)
-    assert said.startswith("rollout.layout.tp is 2: on a CPU vLLM cannot replace the weights of a mixture")
+    small, published = (
+        ModelShape(
+            "deepseek_v2", 2, 64, 128, 2, 2, 16 + rope, 128, 512, latent=LatentAttention(rank, rope, 16, 12)
+        )
+        for rank, rope in ((20, 8), (512, 64))
+    )
+    (said,) = engine_problems(recipe, report.plan, small)
+    assert said == (
+        "rollout.engine vllm takes latent attention with kv_lora_rank 512 and qk_rope_head_dim 64 alone on a "
+        "CPU, the actor's are 20 and 8: use engine: hf, or a GPU"
+    )
+    assert list(engine_problems(recipe, report.plan, published)) == []
 
 
 def test_an_engine_over_two_nodes_is_refused_with_the_pool(folder: Path):

@@ -25,14 +25,20 @@ def inputs(length: int, heads: int, kv_heads: int) -> list[Tensor]:
     ]
 
 
-def test_packed_causal_grouped_attention_equals_a_masked_softmax():
+def test_packed_causal_grouped_attention_and_its_gradients_equal_a_masked_softmax():
     query, key, value = inputs(9, heads=4, kv_heads=2)
     segment = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 2])
     hidden = torch.ones(9, 9).triu(1).bool() | (segment[:, None] != segment)
     scores = torch.einsum("shd,thd->hst", query, key.repeat_interleave(2, dim=1)) / 4
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     expected = torch.einsum("hst,thd->shd", weights, value.repeat_interleave(2, dim=1))
-    torch.testing.assert_close(attend(query, key, value, (0, 4, 5, 5, 9)), expected.flatten(1))
+    found = attend(query, key, value, (0, 4, 5, 5, 9))
+    torch.testing.assert_close(found, expected.flatten(1))
+    upstream = torch.linspace(-1, 1, found.numel()).view_as(found)
+    gradients = [
+        torch.autograd.grad(out, (query, key, value), upstream) for out in (found, expected.flatten(1))
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.full

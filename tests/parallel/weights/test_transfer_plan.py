@@ -1,6 +1,8 @@
 """The plan of a transfer: whatever the layouts, every number comes once, from a rank that has it."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from rolemesh.parallel.weights.transfer_plan import (
 )
 from rolemesh.parallel.weights.transfer_sides import EngineSide, MegatronSide, Side
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.model import ModelShape
+from rolemesh.placement.model import Experts, LatentAttention, ModelShape, Router
 
 SHAPE = ModelShape(
     family="qwen2",
@@ -33,16 +35,40 @@ SHAPE = ModelShape(
     qkv_bias=True,
 )
 TIED = ModelShape(**{**vars(SHAPE), "tied": True, "family": "qwen3", "qkv_bias": False, "qk_norm": True})
+MIXTURE = replace(
+    SHAPE,
+    family="qwen3_moe",
+    qkv_bias=False,
+    qk_norm=True,
+    n_layers=6,
+    moe=Experts(4, 2, 16, dense_layers=(0,)),
+)
+LATENT = replace(
+    SHAPE,
+    family="deepseek_v3",
+    qkv_bias=False,
+    n_kv_heads=8,
+    n_layers=6,
+    latent=LatentAttention(8, 2, 2, 8, 12),
+    moe=Experts(4, 2, 16, 16, dense_layers=(0,), router=Router("sigmoid", bias=True)),
+)
 
 
 def sides(seed: int) -> tuple[Side, Side]:
     """A random training layout and a random target: an engine, or another Megatron layout."""
     draw = random.Random(seed)
-    shape = draw.choice([SHAPE, TIED])
+    shape = draw.choice([SHAPE, TIED, MIXTURE, LATENT])
 
     def megatron() -> MegatronSide:
-        layout = Layout(tp=draw.choice([1, 2, 4]), pp=draw.choice([1, 2, 3]), dp=draw.choice([1, 2]))
-        return MegatronSide(shape, layout, draw.choice([torch.float32, torch.bfloat16]))
+        tp, pp, dp = draw.choice([1, 2, 4]), draw.choice([1, 2, 3]), draw.choice([1, 2])
+        how: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp}
+        if pp > 1 and shape.n_layers == 6:
+            how |= draw.choice([{}, {"vpp": 2}, {"pp_layers": (7 - pp, *[1] * (pp - 1))}])
+        if shape.moe:
+            how["etp"] = draw.choice([1, tp])
+            how["ep"] = draw.choice([n for n in (1, 2, 4) if dp * tp // how["etp"] % n == 0])
+            how["sequence_parallel"] = tp > 1
+        return MegatronSide(shape, Layout(**how), draw.choice([torch.float32, torch.bfloat16]))
 
     if draw.random() < 0.3:
         return megatron(), megatron()
@@ -76,12 +102,15 @@ def test_every_number_of_every_target_comes_once_from_a_rank_that_has_it(seed):
             assert holds(needs[landing.rank][landing.name], move.tensor, landing.start, move.box), move
             wanted[landing.rank][landing.name][at(landing.start, move.box)] -= 1
     assert all(not times.any() for of_rank in wanted for times in of_rank.values())
-    n_numbers = [
-        sum(int(np.prod([s.stop - s.start for s in p.target])) for cut in h.values() for p in cut.pieces)
-        for h in needs
+    assert plan.received_bytes() == [
+        sum(
+            min(side.dtype_of(p.tensor).itemsize for side in (source, target))
+            * int(np.prod([s.stop - s.start for s in p.target]))
+            for cut in held.values()
+            for p in cut.pieces
+        )
+        for held in needs
     ]
-    itemsize = min(source.dtype_of("").itemsize, target.dtype_of("").itemsize)
-    assert plan.received_bytes() == [n * itemsize for n in n_numbers]
     assert sum(plan.sent_bytes()) == sum(plan.received_bytes())
 
 
