@@ -130,14 +130,19 @@ def _smoked(folder: str) -> int:
 
 @main.command("convert")
 def convert_to_hugging_face(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder (its newest good one).")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a run folder (its newest good one); verl's too.")
+    ],
     out: Annotated[Path, typer.Argument(help="The new folder.")],
     role: Annotated[str, typer.Option("--role", help="actor, critic, or reward (of train-rm).")] = "actor",
+    drop_bias: Annotated[
+        bool, typer.Option("--drop-bias", help="Leave out the bias of a critic's head, which verl's has.")
+    ] = False,
 ) -> int:
     """Write a model of a checkpoint as a Hugging Face folder, or such a folder as a sharded checkpoint."""
     from rolemesh.launch.convert import convert_checkpoint
 
-    for line in convert_checkpoint(checkpoint, out, role):
+    for line in convert_checkpoint(checkpoint, out, role, drop_bias=drop_bias):
         print(line, flush=True)
     return EXIT_OK
 
@@ -224,6 +229,9 @@ def plan_of_recipe(
         Path | None, typer.Option("--html", help="Write pictures of the plan to this file.")
     ] = None,
     show_map: Annotated[bool, typer.Option("--map", help="Also print devices and step as text.")] = False,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="List the keys left to their default.")
+    ] = False,
 ) -> int:
     """Print where a recipe's roles go; start nothing. The word `recipe` may be left out."""
     from rolemesh.launch import plan_command
@@ -246,6 +254,7 @@ def plan_of_recipe(
             top=top,
             show_map=show_map,
             html=html,
+            defaults=defaults,
         )
         if emit:
             from rolemesh.launch.emit_command import emitted
