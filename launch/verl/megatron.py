@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from rolemesh.parallel.checkpoint_error import CheckpointError, listed
 from rolemesh.parallel.checkpoint_metadata import check_metadata
@@ -56,8 +55,7 @@ class MegatronTensors:
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self._folder = folder / FOLDER
-        check_metadata(self._folder)
-        metadata = FileSystemReader(self._folder).read_metadata()
+        metadata: Metadata = check_metadata(self._folder)
         saved = metadata.state_dict_metadata
         self._saved = {k: x for k, x in saved.items() if isinstance(x, TensorStorageMetadata)}
         self._data: Mapping[MetadataIndex, Any] = metadata.storage_data

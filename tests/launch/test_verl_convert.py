@@ -2,7 +2,10 @@
 
 import json
 import os
+import pickle
 import shutil
+import sys
+import types
 import zipfile
 
 import pytest
@@ -210,12 +213,28 @@ def test_a_megatron_critic_and_what_is_wrong_with_its_files(tmp_path):
     critic = megatron_folder(tmp_path / "critic", model, Layout(tp=2), head="value")
     list(convert_checkpoint(critic, tmp_path / "values"))
     same(model, tmp_path / "values")
+    _as_before_0_16(critic / "dist_ckpt" / ".metadata")
+    list(convert_checkpoint(critic, tmp_path / "values2"))
+    same(model, tmp_path / "values2")
     file = next((critic / "dist_ckpt").glob("__1_*.distcp"))
     content = file.read_bytes()
     file.write_bytes(content[:-100])
     refused(critic, tmp_path, f"truncated files: {file.name}")
     file.unlink()
     refused(critic, tmp_path, f"lacks {file.name}")
+
+
+def _as_before_0_16(file):
+    """Add what older releases of megatron-core told of the optimizer, in a class that is gone."""
+    name = "megatron.core.dist_checkpointing.strategies.resharding"
+    module = sys.modules[name] = types.ModuleType(name)
+    module.TensorReformulationMetadata = type("TensorReformulationMetadata", (), {"__module__": name})
+    metadata = pickle.loads(file.read_bytes())
+    told = module.TensorReformulationMetadata()
+    told.ckpt_orig_global_shape = (3, 4)
+    metadata.mcore_data = {"optimizer.state.exp_avg": told}
+    file.write_bytes(pickle.dumps(metadata))
+    del sys.modules[name]
 
 
 def test_other_layouts_are_refused_by_name(actor, tmp_path):
