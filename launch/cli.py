@@ -13,6 +13,7 @@ import typer.core
 
 from rolemesh.engine.loggers.secrets import hide
 from rolemesh.launch import cli_devices, cli_import, cli_launch, cli_runs, cli_services, cli_supervised
+from rolemesh.launch.cli_options import Overrides, RecipePath, ResumeFrom
 from rolemesh.launch.extras import extra_of
 from rolemesh.launch.fields import InfeasibleError, RecipeError
 from rolemesh.launch.process import quick_imports
@@ -24,11 +25,6 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = (
     3,
     130,
 )  # and signals.EXIT_TERMINATED, 143
-
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as actor.layout.tp=2.")
-]
 
 Address = Annotated[
     str, typer.Option("--address", help="Join this Ray cluster (auto or ip:port); short for run.address=.")
@@ -79,9 +75,7 @@ def train(
     plan: Annotated[
         Path | None, typer.Option("--plan", help="Run this plan file, whatever placement the recipe has.")
     ] = None,
-    resume: Annotated[
-        str, typer.Option("--resume", help="Go on from this checkpoint, or auto: the newest good one.")
-    ] = "",
+    resume: ResumeFrom = "",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Two full steps with random weights: does the memory suffice?")
     ] = False,
