@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from gloo import run_ranks
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,6 +54,8 @@ def megatron_folder(folder: Path, model: Path, layout: Layout, head: str = "lm")
     shape, dtype = ModelShape.from_config(config), getattr(torch, config["dtype"])
 
     def on_rank(rank: int, world: int) -> None:
+        # megatron-core asks its global state who saves a matrix that two stages share.
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp)
         groups, coords = make_groups(layout), layout.coords(rank)
         prepare_process(torch.device("cpu"), coords.tp)
         module = GPTModel(

@@ -196,13 +196,14 @@ def test_descriptions_by_an_older_torch_are_read(fsdp, actor, tmp_path):
     ("family", "tied"),
     [
         ("qwen2", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
         pytest.param("mixtral", False, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
     ],
 )
 def test_what_megatron_ranks_saved_is_the_model_bit_for_bit(tmp_path, family, tied):
     model = tiny_checkpoint(tmp_path / "model", family, tied=tied, vocab=101, layers=3, dtype=torch.bfloat16)
-    layout = Layout(tp=2, pp=2, sequence_parallel=family != "qwen2")
+    layout = Layout(tp=2, pp=2, sequence_parallel=family in ("mixtral", "qwen3_moe"))
     megatron_folder(tmp_path / "actor", model, layout)
     assert "verl with Megatron" in "\n".join(convert_checkpoint(tmp_path / "actor", tmp_path / "out"))
     same(model, tmp_path / "out")
