@@ -172,7 +172,12 @@ class PartialRollout:
                 span.rank,
                 span.start_s,
                 span.end_s,
-                {"step": step, "bytes_fetched": span.nbytes_fetched, "kernels": list(span.kernels)},
+                {
+                    "step": step,
+                    "bytes_fetched": span.nbytes_fetched,
+                    "kernels": list(span.kernels),
+                    **span.notes,
+                },
             )
             for span in running.spans
         ]

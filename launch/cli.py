@@ -13,6 +13,7 @@ import typer.core
 
 from rolemesh.engine.loggers.secrets import hide
 from rolemesh.launch import cli_devices, cli_import, cli_launch, cli_runs, cli_services, cli_supervised
+from rolemesh.launch.cli_options import Overrides, RecipePath, ResumeFrom
 from rolemesh.launch.extras import extra_of
 from rolemesh.launch.fields import InfeasibleError, RecipeError
 from rolemesh.launch.process import quick_imports
@@ -24,11 +25,6 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = (
     3,
     130,
 )  # and signals.EXIT_TERMINATED, 143
-
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as actor.layout.tp=2.")
-]
 
 Address = Annotated[
     str, typer.Option("--address", help="Join this Ray cluster (auto or ip:port); short for run.address=.")
@@ -79,9 +75,7 @@ def train(
     plan: Annotated[
         Path | None, typer.Option("--plan", help="Run this plan file, whatever placement the recipe has.")
     ] = None,
-    resume: Annotated[
-        str, typer.Option("--resume", help="Go on from this checkpoint, or auto: the newest good one.")
-    ] = "",
+    resume: ResumeFrom = "",
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Two full steps with random weights: does the memory suffice?")
     ] = False,
@@ -130,14 +124,19 @@ def _smoked(folder: str) -> int:
 
 @main.command("convert")
 def convert_to_hugging_face(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder (its newest good one).")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a run folder (its newest good one); verl's too.")
+    ],
     out: Annotated[Path, typer.Argument(help="The new folder.")],
     role: Annotated[str, typer.Option("--role", help="actor, critic, or reward (of train-rm).")] = "actor",
+    drop_bias: Annotated[
+        bool, typer.Option("--drop-bias", help="Leave out the bias of a critic's head, which verl's has.")
+    ] = False,
 ) -> int:
     """Write a model of a checkpoint as a Hugging Face folder, or such a folder as a sharded checkpoint."""
     from rolemesh.launch.convert import convert_checkpoint
 
-    for line in convert_checkpoint(checkpoint, out, role):
+    for line in convert_checkpoint(checkpoint, out, role, drop_bias=drop_bias):
         print(line, flush=True)
     return EXIT_OK
 
@@ -224,6 +223,9 @@ def plan_of_recipe(
         Path | None, typer.Option("--html", help="Write pictures of the plan to this file.")
     ] = None,
     show_map: Annotated[bool, typer.Option("--map", help="Also print devices and step as text.")] = False,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="List the keys left to their default.")
+    ] = False,
 ) -> int:
     """Print where a recipe's roles go; start nothing. The word `recipe` may be left out."""
     from rolemesh.launch import plan_command
@@ -246,6 +248,7 @@ def plan_of_recipe(
             top=top,
             show_map=show_map,
             html=html,
+            defaults=defaults,
         )
         if emit:
             from rolemesh.launch.emit_command import emitted

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rolemesh.launch.cli_options import Overrides, RecipePath
+
 
 def launch(
     kind: Annotated[str, typer.Argument(metavar="HOW", help="slurm, torchrun or k8s.")],
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe.")
-    ] = None,
+    recipe: RecipePath,
+    overrides: Overrides = None,
     nodes: Annotated[int, typer.Option("--nodes", min=0, help="Nodes; 0: the recipe's cluster.nodes.")] = 0,
     container: Annotated[
         str, typer.Option("--container", help="Image to run in, in place of the site file's.")

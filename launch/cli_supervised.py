@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
+from rolemesh.launch.cli_options import RecipePath, ResumeFrom
+
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as layout.tp=2.")
-]
-ResumeFrom = Annotated[
-    str, typer.Option("--resume", help="Go on from this checkpoint, or auto: the newest good one.")
 ]
 CheckOnly = Annotated[bool, typer.Option("--check", help="Check the recipe only; start nothing.")]
 

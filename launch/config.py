@@ -128,6 +128,19 @@ def written_out(root: Section, given: Collection[str], useless: Collection[str])
 
 def list_defaults(recipe: Recipe) -> list[str]:
     """A line `default: section: key = value, ...` for what was left to its default and counts in this run."""
+    return [f"default: {section}: {', '.join(items)}" for section, items in _left_out(recipe).items()]
+
+
+def mention_defaults(recipe: Recipe, sections: Collection[str]) -> list[str]:
+    """The lines of `list_defaults` for these sections, and one with how many keys the others have."""
+    left_out = _left_out(recipe)
+    lines = [f"default: {name}: {', '.join(items)}" for name, items in left_out.items() if name in sections]
+    n_others = sum(len(items) for name, items in left_out.items() if name not in sections)
+    return [*lines, *([f"default: {n_others} other keys; --defaults lists them"] if n_others else [])]
+
+
+def _left_out(recipe: Recipe) -> dict[str, list[str]]:
+    """`key = value` of what was left to its default and counts in this run, by section."""
     idle = useless_keys(recipe)
     sections: dict[str, list[str]] = {}
     for k in declared(Recipe):
@@ -139,7 +152,7 @@ def list_defaults(recipe: Recipe) -> list[str]:
             by_name = k.path in preset_keys()
             value = show(value_at(recipe, k.path)) if by_name else k.metadata["shown"] or show(k.default)
             sections.setdefault(section, []).append(f"{name} = {value}")
-    return [f"default: {section}: {', '.join(items)}" for section, items in sections.items()]
+    return sections
 
 
 def covers(path: str, key: str) -> bool:

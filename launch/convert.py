@@ -1,4 +1,4 @@
-"""`rolemesh convert`: a trained role of a checkpoint as a Hugging Face folder, and back."""
+"""`rolemesh convert`: a trained role of a checkpoint, ours or verl's, as a Hugging Face folder, and back."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ import torch
 from rolemesh.engine.checkpoint.manifest import MANIFEST, Manifest
 from rolemesh.engine.checkpoint.saver import HF, read_state
 from rolemesh.engine.checkpoint.store import FOLDER, newest_good
+from rolemesh.launch.verl import convert_verl, find_role
 from rolemesh.parallel.weights import CheckpointError, Head, convert
 from rolemesh.parallel.weights.shard import HF as SETTINGS
 from rolemesh.parallel.weights.shard import shard
 from rolemesh.placement.model import ModelShape
 
 
-def convert_checkpoint(checkpoint: Path, out: Path, role: str = "actor") -> Iterator[str]:
+def convert_checkpoint(
+    checkpoint: Path, out: Path, role: str = "actor", *, drop_bias: bool = False
+) -> Iterator[str]:
     """Write `role` of a checkpoint into the new folder `out`; yields lines about it, first which one it is.
 
     `checkpoint` is a checkpoint, or a run folder, whose newest good one is taken. Every file is verified
-    first. A Hugging Face folder goes the other way: `out` is then its sharded form, which in turn goes back.
+    first. What verl has written is taken too, with `drop_bias` without the bias of a critic's head. A Hugging
+    Face folder goes the other way: `out` is then its sharded form, which in turn goes back.
 
     Raises CheckpointError for one that is damaged, not finished, or without the role.
     """
     path = checkpoint
+    if (of_verl := find_role(path, role)) is not None:
+        yield from convert_verl(of_verl, out, drop_bias=drop_bias)
+        return
     if (path / "config.json").is_file():
         head = _head_of(path)
         yield f"{path}: a Hugging Face folder, with {'a value' if head == 'value' else 'an lm'} head"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolemesh.launch.checkpoints import read_shapes
-from rolemesh.launch.config import list_defaults, load_recipe
+from rolemesh.launch.config import list_defaults, load_recipe, mention_defaults
 from rolemesh.launch.dry_run import dry_run_plan
 from rolemesh.launch.fields import InfeasibleError, RecipeError
 from rolemesh.launch.import_command import read_foreign
@@ -32,6 +32,9 @@ from rolemesh.placement.plan_diff import diff_plans
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.roles import PlanRequest
 
+_SIZES = ("batch", "lengths")
+"""Sections whose defaults a plan depends on most."""
+
 # Seconds of computing for the usual strategies and for other mean lengths, as printed and for pictures; for
 # pictures also for other numbers of devices.
 _PRINTED_S, _DRAWN_S, _COUNTS_S = (1.5, 1.2), (10.0, 8.0), 10.0
@@ -51,6 +54,7 @@ def plan_recipe(
     top: int = 0,
     show_map: bool = False,
     html: Path | None = None,
+    defaults: bool = False,
 ) -> tuple[PlacementPlan, list[str]]:
     """The plan of a recipe and the lines that tell it.
 
@@ -60,7 +64,7 @@ def plan_recipe(
     `actor.layout.tp=8`, or placements, as `actor+ref together` (auto alone). `lengths_from` is a run folder,
     `top` the number of plans to compare (auto alone). `dry_run` builds every distinct rank without memory and
     follows the checkpoints' tensors to where they land. `show_map` adds devices and step as text; `html` is a
-    file to write with pictures.
+    file to write with pictures. `defaults` lists every key left to its default, not only those of sizes.
 
     Raises RecipeError, and of those InfeasibleError where the recipe is in order and does not fit.
     """
@@ -88,7 +92,8 @@ def plan_recipe(
     lines += dry_run_plan(recipe, plan, shapes) if dry_run else []
     lines += map_lines(plan, rows_of(plan, there, coarse=True)) if show_map else []
     lines += step_lines(planned_step(plan, looked.request), plan) if show_map and looked else []
-    lines += [*best, *(f"note: {note}" for note in notes), *list_defaults(recipe)]
+    lines += [*best, *(f"note: {note}" for note in notes)]
+    lines += list_defaults(recipe) if defaults else mention_defaults(recipe, _SIZES)
     if html is not None:
         html.write_text(_page(path, plan, there, looked, recipe, lines), encoding="utf-8")
     return plan, lines

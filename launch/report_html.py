@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rolemesh.launch import html
 from rolemesh.launch.pictures.health import health_chart
-from rolemesh.launch.pictures.length_histogram import length_histogram
+from rolemesh.launch.pictures.length_histogram import drawable, length_histogram
 from rolemesh.launch.pictures.memory_step import MOST_TIMES, memory_step
 from rolemesh.launch.pictures.placement_map import role_colours
 from rolemesh.launch.pictures.step_gantt import operation_names, step_gantt, waiting_rows
@@ -22,6 +22,7 @@ from rolemesh.launch.report import (
 )
 from rolemesh.launch.report_memory import cluster_of, planned_memory
 from rolemesh.launch.run_health import RunHealth, read_health
+from rolemesh.launch.running import running_requests
 from rolemesh.placement.cluster import ClusterError
 from rolemesh.placement.memory.items import GIB
 from rolemesh.placement.memory_over_step import PoolMemory
@@ -40,7 +41,7 @@ def report_page(report: RunReport) -> str:
     parts = [_health(health), _step(report), _operations(report), _pools(report)]
     if report.memory:
         parts.append(_memory(report))
-    parts.append(_lengths(health))
+    parts.append(_lengths(health, running_requests(report.measured)))
     if report.plan:
         parts.append(_placement(report.plan))
     if report.recoveries:
@@ -58,15 +59,21 @@ def _health(health: RunHealth) -> html.Markup:
     return html.section("Run health, over steps", html.figure(chart, "; ".join(said)))
 
 
-def _lengths(health: RunHealth) -> html.Markup:
+def _lengths(health: RunHealth, running: Sequence[tuple[float, int]]) -> html.Markup:
     if not health.lengths:
         return html.section("Response lengths", html.note("no samples are kept in the run folder"))
     said = (
         f"The {len(health.lengths):,} validation samples after step {health.lengths_step}. The line counts "
-        "from their lengths how many are still being written after so many tokens, as if all began together; "
-        "how many requests an engine really ran at a time is not recorded."
+        "from their lengths how many are still being written after so many tokens, as if all began together "
+        "and wrote equally fast. "
     )
-    return html.section("Response lengths", html.figure(length_histogram(health.lengths), said))
+    said += (
+        f"Dashed: measured in the step of median length, {max(n for _, n in running):,} responses over "
+        f"{running[-1][0]:.3g} s, drawn so that the last ends at the longest response; queued ones count too."
+        if drawable(running)
+        else "How many were really being written at a time is not in the timeline: vLLM engines note it."
+    )
+    return html.section("Response lengths", html.figure(length_histogram(health.lengths, running), said))
 
 
 def _step(report: RunReport) -> html.Markup:

@@ -12,8 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rolemesh.engine.checkpoint.manifest import Manifest
-from rolemesh.engine.checkpoint.saver import Checkpoints, TrainedRole
-from rolemesh.engine.checkpoint.store import FOLDER, CheckpointStore
+from rolemesh.engine.checkpoint.saver import TrainedRole
 from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.data.supervised import Encoder, PairDataset, SftDataset, SupervisedDataset
 from rolemesh.engine.loggers import Loggers
@@ -29,6 +28,7 @@ from rolemesh.engine.workers.megatron import RoleSpec
 from rolemesh.engine.workers.pairs import PairsWorker
 from rolemesh.engine.workers.sft import SftWorker
 from rolemesh.launch.assemble import end_tokens, optim_config
+from rolemesh.launch.attempts import checkpoints_of, take_up
 from rolemesh.launch.loggers import run_info
 from rolemesh.launch.progress import Progress
 from rolemesh.launch.pulse import Pulse
@@ -110,7 +110,7 @@ class _Training:
             trainer, groups = self._trainer(group), {self.recipe.role: group}
             with guarded(trainer, groups, lost_workers), self.pulse.watching(groups):
                 if resume is not None:
-                    _take_up(trainer, resume, self.progress)
+                    take_up(trainer, resume, self.progress)
                 self.recoveries.restored(trainer.done)
                 trainer.run_metrics = self.recoveries.metrics()
                 done = trainer.fit()
@@ -128,9 +128,11 @@ class _Training:
 
     def _trainer(self, group: RayWorkerGroup) -> SupervisedTrainer:
         recipe, val = self.recipe, self.val
+        role, model = recipe.role, recipe.model
+        trained = {role: TrainedRole(model.path, recipe.head, model.dtype)}
         return SupervisedTrainer(
             spec=SupervisedSpec(
-                role=recipe.role,
+                role=role,
                 steps=self.steps,
                 validate_every=recipe.run.validate_every,
                 save_every=recipe.run.save_every,
@@ -143,7 +145,7 @@ class _Training:
             log=self.log,
             progress=self.progress,
             on_step=lambda step, _: count_step(self.progress, step),
-            checkpoints=_checkpoints(recipe, self.plan, group, self.progress),
+            checkpoints=checkpoints_of(recipe.run, {role: group}, trained, self.plan, self.progress),
             stopping=self.stopping,
         )
 
@@ -231,32 +233,6 @@ def _worker_group(
         yield group
     finally:
         pool.shutdown()
-
-
-def _checkpoints(
-    recipe: SupervisedRecipe, plan: PlacementPlan, group: RayWorkerGroup, progress: Progress
-) -> Checkpoints:
-    run, model = recipe.run, recipe.model
-    return Checkpoints(
-        CheckpointStore(Path(run.dir) / FOLDER, keep_last=run.keep_last, keep_best=run.keep_best),
-        {recipe.role: group},
-        {recipe.role: TrainedRole(model.path, recipe.head, model.dtype)},
-        plan.to_yaml(),
-        timeout_s=run.timeout_s,
-        tell=progress.write,
-    )
-
-
-def _take_up(trainer: SupervisedTrainer, path: Path, progress: Progress) -> None:
-    """Bring trainer and workers to a checkpoint; later ones of its folder are of a run that is given up."""
-    assert trainer.checkpoints is not None
-    progress.start("load checkpoint")
-    trainer.resume(trainer.checkpoints.load(path))
-    progress.end("load checkpoint")
-    progress.begin_steps(trainer.done)
-    if path.parent == trainer.checkpoints.store.path:
-        for aside in trainer.checkpoints.store.set_aside_after(trainer.done):
-            progress.write(f"a checkpoint after step {trainer.done} was set aside as {aside}")
 
 
 def _ending(recipe: SupervisedRecipe, log: RunLog, done: int, steps: int) -> str:

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.checkpoint.manifest import Manifest
-from rolemesh.engine.checkpoint.saver import Checkpoints
 from rolemesh.engine.checkpoint.store import FOLDER, CheckpointStore
 from rolemesh.engine.data.loader import PromptLoader
 from rolemesh.engine.data.prompts import PromptDataset
@@ -44,6 +43,7 @@ from rolemesh.engine.workers.rollout import RolloutWorker
 from rolemesh.engine.workers.scorer import ScoreWorker
 from rolemesh.engine.workers.vllm_rollout import VLLMRolloutWorker
 from rolemesh.launch import assemble
+from rolemesh.launch.attempts import checkpoints_of, take_up
 from rolemesh.launch.checkpoints import read_shapes
 from rolemesh.launch.config import to_yaml
 from rolemesh.launch.loggers import run_info
@@ -187,7 +187,7 @@ class _Training:
             trainer = self._trainer(groups)
             with guarded(trainer, groups, self.runtime.lost), self.pulse.watching(groups):
                 if resume is not None:
-                    _take_up(trainer, resume, self.progress)
+                    take_up(trainer, resume, self.progress)
                 self.recoveries.restored(trainer.done)
                 trainer.data_metrics = {**trainer.data_metrics, **self.recoveries.metrics()}
                 done = trainer.fit()
@@ -222,7 +222,9 @@ class _Training:
             progress=self.progress,
             on_step=lambda step, _: count_step(self.progress, step),
             loader=loader,
-            checkpoints=_checkpoints(recipe, self.plan, groups, self.progress),
+            checkpoints=checkpoints_of(
+                recipe.run, groups, assemble.trained_roles(recipe), self.plan, self.progress
+            ),
             stopping=self.stopping,
             data_metrics=self.train.metrics("train") | (val.metrics("val") if val else {}),
         )
@@ -236,32 +238,6 @@ def _loader(recipe: Recipe, train: PromptDataset) -> PromptLoader:
         shuffle=recipe.data.shuffle,
         sources=weighted(train.sources(), recipe.data.weights),
     )
-
-
-def _checkpoints(
-    recipe: Recipe, plan: PlacementPlan, groups: Mapping[str, Any], progress: Progress
-) -> Checkpoints:
-    run = recipe.run
-    return Checkpoints(
-        CheckpointStore(Path(run.dir) / FOLDER, keep_last=run.keep_last, keep_best=run.keep_best),
-        groups,
-        assemble.trained_roles(recipe),
-        plan.to_yaml(),
-        timeout_s=run.timeout_s,
-        tell=progress.write,
-    )
-
-
-def _take_up(trainer: Trainer, path: Path, progress: Progress) -> None:
-    """Bring trainer and workers to a checkpoint; later ones of its folder are of a run that is given up."""
-    assert trainer.checkpoints is not None
-    progress.start("load checkpoint")
-    trainer.resume(trainer.checkpoints.load(path))
-    progress.end("load checkpoint")
-    progress.begin_steps(trainer.done)
-    if path.parent == trainer.checkpoints.store.path:
-        for aside in trainer.checkpoints.store.set_aside_after(trainer.done):
-            progress.write(f"a checkpoint after step {trainer.done} was set aside as {aside}")
 
 
 def _ending(recipe: Recipe, log: RunLog, done: int, steps: int) -> str:

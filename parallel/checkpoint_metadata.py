@@ -28,6 +28,11 @@ _KNOWN = {
     "pathlib._local": {"PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
+_GONE = ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata")
+
+
+class _Gone:
+    """What megatron-core before 0.16 told of its optimizer's flat tensors; nothing here reads it."""
 
 
 class _Looking(pickle.Unpickler):
@@ -36,16 +41,20 @@ class _Looking(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == _GONE:
+            return _Gone
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def check_metadata(folder: str | Path) -> None:
-    """Raise CheckpointError unless a checkpoint's description is plain data; runs nothing that is in it."""
+def check_metadata(folder: str | Path) -> Any:
+    """A checkpoint's description, torch's `Metadata`. Raises CheckpointError unless it is plain data; runs
+    nothing that is in it.
+    """
     path = Path(folder) / METADATA
     try:
-        _Looking(io.BytesIO(path.read_bytes())).load()
+        return _Looking(io.BytesIO(path.read_bytes())).load()
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is no description of a checkpoint: it would run or make {error}; it was not loaded"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rolemesh.placement.cluster import ClusterSpec
@@ -78,8 +78,26 @@ def plan_strategy(
         if isinstance(strategy, str):
             name, specs = strategy, named_pools(strategy, list(request.roles), request.cluster)
         nodes = fit_pools(list(specs), request.cluster).nodes
-    pools = [planned_pool(spec, nodes[spec.name], request.cluster) for spec in specs]
-    found = search_given(
+    pools = planned_pools(request, specs, nodes)
+    found = searched_on(request, pools, pins, time_limit_s)
+    if isinstance(found, SearchResult):
+        return plan_of(request, found.best, name, found.proof, pools=specs)
+
+    raise _infeasible(request, found, pins, pools)
+
+
+def planned_pools(
+    request: PlanRequest, specs: Sequence[PoolSpec], nodes: Mapping[str, Sequence[tuple[str, int]]]
+) -> list[PlannedPool]:
+    """Pools with the devices that `nodes` gives each."""
+    return [planned_pool(spec, nodes[spec.name], request.cluster) for spec in specs]
+
+
+def searched_on(
+    request: PlanRequest, pools: Sequence[PlannedPool], pins: Sequence[Pin], time_limit_s: float
+) -> SearchResult | Infeasible:
+    """The best options and order on given pools."""
+    return search_given(
         request.graph,
         pools,
         request.cluster,
@@ -89,10 +107,6 @@ def plan_strategy(
         staleness=request.staleness,
         time_limit_s=time_limit_s,
     )
-    if isinstance(found, SearchResult):
-        return plan_of(request, found.best, name, found.proof, pools=specs)
-
-    raise _infeasible(request, found, pins, pools)
 
 
 def _infeasible(

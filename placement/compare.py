@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rolemesh.placement.auto import as_planned, costs_of, plan_of, planned_pool
+from rolemesh.placement.auto import as_planned, plan_of, planned_pools, searched_on
 from rolemesh.placement.plan import PlacementPlan
 from rolemesh.placement.pools import PlacementError, fit_pools
 from rolemesh.placement.roles import PlanRequest
-from rolemesh.placement.search import Infeasible, Pin, PlannedPool, SearchResult
-from rolemesh.placement.search.given import search_given
+from rolemesh.placement.search import Pin, PlannedPool, SearchResult
 from rolemesh.placement.search.grouping import allowed_groupings
 from rolemesh.placement.search.plans import Assignment
 from rolemesh.placement.strategies import named_pools
@@ -82,7 +81,7 @@ def compare_strategies(
         if allowed and groups not in allowed:
             misfits[name] = f"{FORBIDDEN}: {', '.join(str(pin) for pin in pins)}"
             continue
-        found = _searched(request, pools, pins, budget.left_s)
+        found = searched_on(request, pools, pins, _WALL * budget.left_s)
         if isinstance(found, SearchResult):
             plans[name] = found.best
         elif found.overrun.item == "time":
@@ -95,8 +94,8 @@ def compare_strategies(
 def price(request: PlanRequest, plan: PlacementPlan, *, limit_s: float = 10.0) -> Assignment | None:
     """The plan with its layouts and settings under a request; None where it does not fit there."""
     placed = plan if plan.nodes else plan.on(request.cluster)
-    pools = [planned_pool(pool, placed.nodes[pool.name], request.cluster) for pool in placed.pools]
-    found = _searched(as_planned(request, placed), pools, (), limit_s)
+    pools = planned_pools(request, placed.pools, placed.nodes)
+    found = searched_on(as_planned(request, placed), pools, (), _WALL * limit_s)
     return found.best if isinstance(found, SearchResult) else None
 
 
@@ -109,27 +108,12 @@ def best_on_pools(
     placed = plan if plan.nodes else plan.on(request.cluster)
     if limit_s <= 0:
         return None
-    pools = [planned_pool(pool, placed.nodes[pool.name], request.cluster) for pool in placed.pools]
-    found = _searched(request, pools, pins, limit_s)
+    pools = planned_pools(request, placed.pools, placed.nodes)
+    found = searched_on(request, pools, pins, _WALL * limit_s)
     return plan_of(request, found.best, plan.strategy) if isinstance(found, SearchResult) else None
 
 
 def _pools(name: str, request: PlanRequest) -> list[PlannedPool]:
     specs = named_pools(name, list(request.roles), request.cluster)
     nodes = fit_pools(list(specs), request.cluster).nodes
-    return [planned_pool(spec, nodes[spec.name], request.cluster) for spec in specs]
-
-
-def _searched(
-    request: PlanRequest, pools: Sequence[PlannedPool], pins: Sequence[Pin], limit_s: float
-) -> SearchResult | Infeasible:
-    return search_given(
-        request.graph,
-        pools,
-        request.cluster,
-        costs_of(request, pins),
-        pins=pins,
-        seconds=request.seconds,
-        staleness=request.staleness,
-        time_limit_s=_WALL * limit_s,
-    )
+    return planned_pools(request, specs, nodes)

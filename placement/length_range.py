@@ -6,12 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from rolemesh.placement.auto import plan_of
 from rolemesh.placement.compare import Budget, Compared, best_on_pools, price
-from rolemesh.placement.lengths import Fixed, Lengths, LogNormal, Measured
+from rolemesh.placement.lengths import Fixed, Lengths, Like, LogNormal, Measured
 from rolemesh.placement.plan import PlacementPlan
 from rolemesh.placement.roles import PlanRequest
 from rolemesh.placement.search.plans import Assignment
@@ -23,35 +20,14 @@ _HALVINGS = 5  # of the interval in which the plan ceases to be best
 
 
 @dataclass(frozen=True)
-class Allowed(Lengths):
+class Allowed(Like):
     """`others`, none longer than `limit` and all of them allowed to be: memory is for the longest."""
 
-    others: Lengths
     limit: float
 
     @property
     def maximum(self) -> float:
         return self.limit
-
-    @property
-    def mean(self) -> float:
-        return self.others.mean
-
-    @property
-    def mean_square(self) -> float:
-        return self.others.mean_square
-
-    def quantile(self, share: float) -> float:
-        return self.others.quantile(share)
-
-    def active(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        return self.others.active(tokens)
-
-    def longest(self, n: int) -> float:
-        return self.others.longest(n)
-
-    def sample(self, n: int, seed: int | np.random.Generator) -> NDArray[np.int64]:
-        return self.others.sample(n, seed)
 
 
 def scaled(lengths: Lengths, factor: float) -> Lengths:

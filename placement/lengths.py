@@ -99,6 +99,37 @@ _KINDS = {"lognormal": ("mean", "p95"), "fixed": ("tokens",), "measured": ("path
 
 
 @dataclass(frozen=True)
+class Like(Lengths):
+    """As `others` in all that a subclass does not say otherwise."""
+
+    others: Lengths
+
+    @property
+    def maximum(self) -> float:
+        return self.others.maximum
+
+    @property
+    def mean(self) -> float:
+        return self.others.mean
+
+    @property
+    def mean_square(self) -> float:
+        return self.others.mean_square
+
+    def quantile(self, share: float) -> float:
+        return self.others.quantile(share)
+
+    def active(self, tokens: ArrayLike) -> NDArray[np.float64]:
+        return self.others.active(tokens)
+
+    def longest(self, n: int) -> float:
+        return self.others.longest(n)
+
+    def sample(self, n: int, seed: int | np.random.Generator) -> NDArray[np.int64]:
+        return self.others.sample(n, seed)
+
+
+@dataclass(frozen=True)
 class Longer(Lengths):
     """`others`, each longer by the same number of tokens."""
 

@@ -20,6 +20,7 @@ from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.engines import EngineDied, EngineProcess
 from rolemesh.engine.rollout.kept_weights import KeptWeights, WeightKeeper
 from rolemesh.engine.rollout.requests import Rows, Sample
+from rolemesh.engine.rollout.running import Running
 from rolemesh.engine.rollout.sampling import RolloutError
 from rolemesh.engine.rollout.vllm import EngineSpec
 from rolemesh.engine.worker import Worker
@@ -150,9 +151,12 @@ class VLLMRolloutWorker(Worker):
         rows = Rows(batch, replace(self.spec.engine.sampling, do_sample=not greedy))
         done = [row for row, finished in enumerate(rows.finished) if finished]
         enough = max(1, len(batch) // MOST_PARTS)
+        running = Running(len(batch) - len(done))
+        self.context.notes["running"] = running.points
         n_cached = n_prompt = self.n_restarts = 0
         for samples in self._samples(rows):
             done += [sample.row for sample in samples]
+            running.ended(len(samples))
             n_cached += sum(sample.n_cached for sample in samples)
             n_prompt += sum(rows.prompt_lengths[sample.row] for sample in samples)
             if len(done) >= enough:

@@ -26,8 +26,17 @@ def running(lengths: Sequence[int], tokens: float) -> int:
     return sum(length > tokens for length in lengths)
 
 
-def length_histogram(lengths: Sequence[int]) -> Markup:
-    """Bars are counts of lengths; the line is how many are longer."""
+def drawable(measured: Sequence[tuple[float, int]]) -> bool:
+    """Whether a measured curve of responses still being written has anything to show."""
+    return len(measured) > 1 and measured[-1][0] > 0 and max(n for _, n in measured) > 0
+
+
+def length_histogram(lengths: Sequence[int], measured: Sequence[tuple[float, int]] = ()) -> Markup:
+    """Bars are counts of lengths; the line is how many are longer.
+
+    `measured` are (seconds, responses still being written) of a step: a dashed line of shares, whose last
+    second lies at the longest response.
+    """
     found = bins_of(lengths)
     if not found:
         return Markup('<p class="note">no samples are kept in the run folder</p>')
@@ -55,9 +64,27 @@ def length_histogram(lengths: Sequence[int]) -> Markup:
         for t in [0, *(last for _, last, _ in found)]
     )
     parts.append(f'<polyline points="{path}" fill="none" stroke="{PALETTE[3]}" stroke-width="2"/>')
+    if drawable(measured):
+        parts.append(_measured(measured, max(lengths) * scale, bottom))
     parts += [
         words(WIDTH - RIGHT, _TOP + 4, f"{len(lengths):,}", "end"),
         words(WIDTH - RIGHT, bottom + 4, "0", "end"),
         line(_LEFT, bottom, WIDTH - RIGHT - 30, bottom, "axis"),
     ]
     return svg(bottom + 34, parts, "lengths of responses")
+
+
+def _measured(points: Sequence[tuple[float, int]], width: float, bottom: float) -> str:
+    """The measured curve over `width`, as steps: a number holds until the next."""
+    last_s, most = points[-1][0], max(n for _, n in points)
+    path, y = [], bottom - points[0][1] / most * _HEIGHT
+    for seconds, n in points:
+        x = _LEFT + seconds / last_s * width
+        path.append(f"{x:.1f},{y:.1f}")
+        y = bottom - n / most * _HEIGHT
+        path.append(f"{x:.1f},{y:.1f}")
+    said = f"measured: {most:,} responses, the last after {last_s:.3g} s"
+    return (
+        f'<g class="measured"><title>{escaped(said)}</title><polyline points="{" ".join(path)}" fill="none" '
+        f'stroke="{PALETTE[1]}" stroke-width="2" stroke-dasharray="5 3"/></g>'
+    )

@@ -6,13 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from rolemesh.placement.costs import DeviceSet, Recompute
 from rolemesh.placement.graph import Operation
 from rolemesh.placement.layout import Layout
-from rolemesh.placement.lengths import Fixed, Lengths
+from rolemesh.placement.lengths import Fixed, Lengths, Like
 from rolemesh.placement.roles.bytes import Cut, cut_of
 from rolemesh.placement.roles.request import PlanRequest, RoleRequest
 from rolemesh.placement.timing.decode import EXPERT_KERNELS, KERNELS, Engine, decode_seconds
@@ -80,35 +77,13 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class _With(Lengths):
+class _With(Like):
     """The lengths of a replica that has the longest sequence of all."""
 
-    others: Lengths
     last: float
-
-    @property
-    def maximum(self) -> float:
-        return self.others.maximum
-
-    @property
-    def mean(self) -> float:
-        return self.others.mean
-
-    @property
-    def mean_square(self) -> float:
-        return self.others.mean_square
-
-    def quantile(self, share: float) -> float:
-        return self.others.quantile(share)
-
-    def active(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        return self.others.active(tokens)
 
     def longest(self, n: int) -> float:
         return self.last
-
-    def sample(self, n: int, seed: int | np.random.Generator) -> NDArray[np.int64]:
-        return self.others.sample(n, seed)
 
 
 class RoleSeconds:

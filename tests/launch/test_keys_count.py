@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from vllm_server import chat_checkpoint
 
 from rolemesh.engine import loggers
-from rolemesh.launch import check, engine_check, recovery, staged, train
+from rolemesh.launch import attempts, check, engine_check, recovery, staged, train
 from rolemesh.launch.config import parse_recipe, value_at
 from rolemesh.launch.fields import Key, RecipeError, declared, section_of, without_none
 from rolemesh.launch.schema import Recipe
@@ -174,7 +174,7 @@ WITH = {
 LIVE = ClusterSpec((NodeSpec("a", 8, 8, "h100-80", {"kind": "big"}, {"v100": 8.0}, "10.0.0.1"),))
 STARTED = (
     "local_cluster", "joined_cluster", "ResourcePool", "ProcessPool", "create_pools", "RayClassWithInitArgs",
-    "RayWorkerGroup", "as_completed", "Loggers", "RunLog", "Trainer", "CheckpointStore", "Checkpoints",
+    "RayWorkerGroup", "as_completed", "Loggers", "RunLog", "Trainer", "CheckpointStore",
     "Pulse",
 )  # fmt: skip
 
@@ -232,6 +232,8 @@ def outcome(folder: Path) -> Iterator[Callable[..., str]]:
         started.Recoveries.return_value.under_way = False
         for name in (*STARTED, *real):
             patch.setattr(train, name, getattr(started, name))
+        for name in ("Checkpoints", "CheckpointStore"):
+            patch.setattr(attempts, name, getattr(started, name))
         patch.setattr(recovery, "Recoveries", started.Recoveries)
         try:
             recipe = parse_recipe(text, folder, overrides)

@@ -175,6 +175,10 @@ def test_lengths_are_all_in_the_histogram_and_the_line_falls_to_none():
     assert [running(lengths, tokens) for tokens in (0, 1, 99, 100)] == [5, 3, 1, 0]
     assert groups(length_histogram(lengths), "bin") == len(found)
     assert "no samples" in length_histogram([])
+    assert groups(length_histogram(lengths), "measured") == 0
+    measured = length_histogram(lengths, [(0.0, 8), (1.0, 2), (4.0, 0)])
+    assert groups(measured, "measured") == 1
+    assert "8 responses, the last after 4 s" in measured
 
 
 def test_health_is_a_panel_each_with_marks_of_recoveries():

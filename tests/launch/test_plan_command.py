@@ -86,7 +86,13 @@ def test_plan_prints_pools_layouts_totals_and_defaults(large: Path):
     assert "proof" not in said  # of a placement that nobody searched for
     totals = "each role on its own: 40, actor+ref, critic+reward: 24, split: 16, colocate: 8"
     assert f"devices for roles of these sizes: {totals}" in lines
-    assert any(line.startswith("default: batch: prompts = 256") for line in lines)
+    told = [line for line in lines if line.startswith("default: ")]
+    assert told[0].startswith("default: batch: prompts = 256")
+    assert re.fullmatch(r"default: \d+ other keys; --defaults lists them", told[-1])
+    assert all(line.startswith(("default: batch: ", "default: lengths: ")) for line in told[:-1])
+    code, said = rolemesh("plan", large, "--defaults")
+    assert any(line.startswith("default: actor.optim: ") for line in said.splitlines())
+    assert "other keys" not in said
 
 
 def test_a_plan_for_another_cluster_from_a_preset_or_a_file(large: Path, tmp_path: Path):

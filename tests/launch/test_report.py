@@ -1,6 +1,7 @@
 """Reports of runs whose figures were worked out by hand."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from run_folders import split_run
 from rolemesh.engine.recovery import Recoveries, WorkersLost
 from rolemesh.launch.report import ReportError, read_report
 from rolemesh.launch.report_html import report_page
+from rolemesh.launch.running import running_requests
 from rolemesh.placement.hardware import HardwareError, load_profile
 from rolemesh.placement.profile_file import fed, profile_text, read_profile_data
 from rolemesh.placement.timeline import Span, Timeline
@@ -129,6 +131,23 @@ def test_the_page_draws_both_steps_and_asks_for_nothing(report):
     assert page.count('aria-label="Gantt chart of a step"') == 1  # both steps on one axis
     assert page.count('aria-label="Gantt chart"') == 1  # every rank
     assert not re.search(r"https?:|<script|<link|<img|src=|url\((?!#)|@import", page)
+
+
+def test_running_requests_are_those_that_the_replicas_noted(tmp_path):
+    folder = split_run(tmp_path / "run")
+    assert running_requests(read_report(folder).measured) == ()
+    spans = Timeline.load(folder / "timeline.json").spans
+    noted = {0: [[0.0, 3], [1.0, 2], [4.0, 0]], 1: [[0.0, 2], [1.0, 1], [2.0, 0]]}
+    Timeline(
+        [replace(x, args={**x.args, "running": noted[x.rank]}) if x.name == "generate" else x for x in spans]
+    ).save(folder / "timeline.json")
+    report = read_report(folder)
+    found = running_requests(report.measured)
+    assert [n for _, n in found] == [5, 3, 2, 0]
+    assert [seconds for seconds, _ in found] == pytest.approx([0.0, 1.0, 2.0, 4.0], abs=1e-4)
+    (folder / "samples").mkdir()
+    (folder / "samples" / "step_4.jsonl").write_text('{"response_tokens": 7}\n')
+    assert "5 responses over 4 s" in report_page(report)
 
 
 def test_seconds_by_kind_are_those_of_operations_on_the_device_type(report):
