@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import inspect
 import queue
 import threading
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
+from transformers import AutoTokenizer
 
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout.requests import Request, Rows, Sample
@@ -67,6 +67,22 @@ class AgentSpec:
         return found
 
 
+@dataclass(frozen=True)
+class Tokenizers:
+    """The actor's tokenizer twice, as two threads are not to use one at the same time: ours, and the one that
+    agents get.
+    """
+
+    own: Any
+    agents: Any
+
+    @classmethod
+    def load(cls, folder: str) -> Self:
+        """Both, from the actor's folder."""
+        own, agents = (AutoTokenizer.from_pretrained(folder, trust_remote_code=False) for _ in range(2))
+        return cls(own, agents)
+
+
 @dataclass
 class _Step:
     """One step of an agent: what it answered to a turn, or how it failed."""
@@ -91,21 +107,20 @@ class Conversations:
     response is full: an answer that does not fit is cut there.
 
     `rows` are those rows, `fields[row]` what the data set says of each: what the class gets as `row`. It is
-    made with the first step, in the thread that runs that. `events` takes the engine's samples, and what went
+    made with the first step, in the thread that runs it. `events` takes the engine's samples, and what went
     wrong with it; one thread calls the methods.
     """
 
     spec: AgentSpec
     rows: Rows
     fields: Sequence[Mapping[str, Any]]
-    tokenizer: Any
+    tokenizers: Tokenizers
     events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         self.turns = [0] * len(self.fields)
         self.tool_s = [0.0] * len(self.fields)
         self._cls = self.spec.load()
-        self._own_tokenizer = copy.deepcopy(self.tokenizer)  # theirs is used in their threads
         self._agents: dict[int, Any] = {}
         self._steps: dict[int, _Step] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE, "agent")
@@ -154,7 +169,7 @@ class Conversations:
                 over.append(row)
                 continue
             token_ids = sample.tokens.tolist()
-            text = self._own_tokenizer.decode(token_ids, skip_special_tokens=True)
+            text = self.tokenizers.own.decode(token_ids, skip_special_tokens=True)
             self._steps[row] = step = _Step(row, token_ids, text)
             self._threads.submit(self._run, step)
         return over
@@ -200,10 +215,11 @@ class Conversations:
         step.start_s = time.monotonic()
         try:
             if step.row not in self._agents:
-                self._agents[step.row] = self._cls(self.fields[step.row], self.tokenizer)
+                self._agents[step.row] = self._cls(self.fields[step.row], self.tokenizers.agents)
             answer = self._agents[step.row].step(step.token_ids, step.text)
             if inspect.isawaitable(answer):
-                answer = asyncio.run_coroutine_threadsafe(_awaited(answer), self._running_loop()).result()
+                waiting = asyncio.run_coroutine_threadsafe(_awaited(answer), self._running_loop())
+                answer = waiting.result(self.spec.timeout_s + _POLL_S)
             step.answer = answer
         except BaseException:
             step.error = traceback.format_exc()
@@ -232,7 +248,7 @@ class Conversations:
     def _token_ids(self, row: int, answer: Any) -> list[int]:
         """An answer as token ids: text is encoded as it stands, without further special tokens."""
         if isinstance(answer, str):
-            answer = self._own_tokenizer.encode(answer, add_special_tokens=False)
+            answer = self.tokenizers.own.encode(answer, add_special_tokens=False)
         try:
             token_ids = [int(token) for token in answer]
         except (TypeError, ValueError):
@@ -240,7 +256,7 @@ class Conversations:
                 f"{self._name(row)} answered with a {type(answer).__name__}; it must be text, token ids, or "
                 "None at the end"
             ) from None
-        n_known = len(self._own_tokenizer)
+        n_known = len(self.tokenizers.own)
         if wrong := [token for token in token_ids if not 0 <= token < n_known]:
             raise AgentError(
                 f"{self._name(row)} answered with token {wrong[0]}; the tokenizer has ids 0 to {n_known - 1}"

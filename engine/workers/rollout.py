@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoTokenizer
 
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import HFRollout, SamplingOptions
-from rolemesh.engine.rollout.agent import AgentSpec, Conversations, fields_of, in_turns
+from rolemesh.engine.rollout.agent import AgentSpec, Conversations, Tokenizers, fields_of, in_turns
 from rolemesh.engine.rollout.requests import Rows
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.baseline import as_baseline, as_prompts, prompts_once
@@ -46,7 +45,7 @@ class RolloutWorker(Worker):
         spec = self.spec
         if spec.agent is not None:
             spec.agent.load()
-            self.tokenizer = AutoTokenizer.from_pretrained(spec.agent.tokenizer, trust_remote_code=False)
+            self.tokenizers = Tokenizers.load(spec.agent.tokenizer)
         self.engine = HFRollout(spec.path, self.device, spec.dtype, spec.max_params)
         return self.engine.n_params
 
@@ -82,7 +81,7 @@ class RolloutWorker(Worker):
         n_rows = max(1, options.max_batch_tokens // width)
         for start in range(0, max(1, len(prompts)), n_rows):
             some = prompts.slice(start, min(start + n_rows, len(prompts)))
-            with Conversations(agent, Rows(some, options), fields_of(some), self.tokenizer) as talks:
+            with Conversations(agent, Rows(some, options), fields_of(some), self.tokenizers) as talks:
                 for over in in_turns(talks, write) if len(some) else [[]]:
                     yield Part([start + row for row in over], talks.columns(over))
 

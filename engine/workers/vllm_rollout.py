@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from rolemesh.engine.batch_ref import BatchRef
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.engines import EngineDied, EngineProcess
-from rolemesh.engine.rollout.agent import AgentSpec, Conversations, fields_of, side_by_side
+from rolemesh.engine.rollout.agent import AgentSpec, Conversations, Tokenizers, fields_of, side_by_side
 from rolemesh.engine.rollout.kept_weights import KeptWeights, WeightKeeper
 from rolemesh.engine.rollout.requests import Rows
 from rolemesh.engine.rollout.sampling import RolloutError
@@ -95,9 +94,7 @@ class VLLMRolloutWorker(Worker):
         if self.leads:
             if self.spec.agent is not None:
                 self.spec.agent.load()
-                self._tokenizer = AutoTokenizer.from_pretrained(
-                    self.spec.agent.tokenizer, trust_remote_code=False
-                )
+                self._tokenizers = Tokenizers.load(self.spec.agent.tokenizer)
             if self.device.type == "cuda":
                 ranks = self.layout.replica(self.layout.coords(self.rank).dp)
                 self._devices = [places[rank] for rank in ranks]
@@ -184,7 +181,7 @@ class VLLMRolloutWorker(Worker):
     def _conversations(self, batch: DataProto, rows: Rows) -> AbstractContextManager[Conversations | None]:
         if self.spec.agent is None:
             return contextlib.nullcontext()
-        return Conversations(self.spec.agent, rows, fields_of(batch), self._tokenizer)
+        return Conversations(self.spec.agent, rows, fields_of(batch), self._tokenizers)
 
     def _written(self, rows: Rows) -> Iterator[list[int]]:
         """Rows as they end; where the engine dies another one writes what is missing."""

@@ -1,7 +1,9 @@
 """Runs with an agent and a worker of the user's, by the command line; the classes are those of the docs."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,14 +87,52 @@ def test_two_steps_with_a_calculator_and_a_worker_of_ones_own(tmp_path: Path):
         assert step["response_length/mean"] == pytest.approx(whole)
         assert step["training/response_tokens"] == pytest.approx(8 * step["agent/model_tokens/mean"])
         assert 0 < step["agent/tool_s/mean"] < 5
-        assert (
-            step["training/rollout_probs_diff/max"] < 1e-3
-        )  # and so the trainer has read what the model had
+        assert step["training/rollout_probs_diff/max"] < 1e-3  # the trainer reads what the model read
         assert step["critic/score/mean"] >= step["agent/turns/mean"]
         assert step["actor/advantage_abs"] > 0
     seen = list(map(json.loads, (tmp_path / "agent.py.jsonl").read_text().splitlines()))
     assert {ids[-1] in ENDS for ids, _ in seen} == {True}
     assert any(answer for _, answer in seen)
+
+
+def test_the_documents_calculator_works_out_what_it_is_asked():
+    there: dict = {}
+    exec(example("agent"), there)
+    calculator = there["Calculator"]({"reward_model": {}}, None)
+    assert "user\n84<|im_end|>" in calculator.step([1, 2], "So <calc>12 * 7</calc>")
+    assert "cannot work this out" in calculator.step([1, 2], "<calc>open('x')</calc>")
+    assert "ZeroDivisionError" in calculator.step([1, 2], "<calc>1 / 0</calc>")
+    assert calculator.step([1, 2], "It is 84") is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_documents_commands_train_on_conversations(tmp_path: Path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (commands,) = re.findall(r"```sh agent\n(.*?)```", (ROOT / "docs" / "rollout.md").read_text(), re.DOTALL)
+    assets, train = commands.splitlines()
+    path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    for command in (assets, f"{train} run.steps=10"):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=os.environ | {"PATH": path},
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    lines = (tmp_path / "runs" / "agent" / "metrics.jsonl").read_text().splitlines()
+    before, *steps = map(json.loads, lines)
+    assert steps[-1]["val/reward/mean"] > before["val/reward/mean"]
+    assert steps[0]["agent/turns/mean"] > steps[-1]["agent/turns/mean"] > 1
+    samples = (tmp_path / "runs" / "agent" / "samples" / "step_0.jsonl").read_text().splitlines()
+    second = [row for row in map(json.loads, samples) if row["turns"] == 2]
+    assert second
+    for row in second:
+        first_answer, then = row["response"].split("<eos>", 1)
+        assert then.startswith(row["prompt"])
+        assert first_answer != row["ground_truth"]
 
 
 def problems(folder: Path, *overrides: str) -> list[str]:

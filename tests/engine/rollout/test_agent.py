@@ -19,6 +19,7 @@ from rolemesh.engine.rollout.agent import (
     AgentError,
     AgentSpec,
     Conversations,
+    Tokenizers,
     fields_of,
     in_turns,
     side_by_side,
@@ -60,7 +61,7 @@ def talks_of(agent: type, data: DataProto, folder: Path, **limits: Any) -> Conve
             return agent
 
     spec = Spec("mine.py:Agent", str(folder), **limits)
-    return Conversations(spec, Rows(data, OPTIONS), fields_of(data), TOKENIZER)
+    return Conversations(spec, Rows(data, OPTIONS), fields_of(data), Tokenizers(TOKENIZER, TOKENIZER))
 
 
 def run(talks: Conversations, write: Any) -> list[int]:

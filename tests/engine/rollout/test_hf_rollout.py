@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import HFRollout, RolloutError, SamplingOptions
-from rolemesh.engine.rollout.agent import AgentSpec, Conversations, in_turns
+from rolemesh.engine.rollout.agent import AgentSpec, Conversations, Tokenizers, in_turns
 from rolemesh.engine.rollout.requests import Rows
 from tests.tiny import char_tokenizer, tiny_checkpoint, tiny_config, tiny_model
 
@@ -271,9 +271,9 @@ def test_conversations_have_the_log_probs_of_the_policy_that_reads_all_of_them(
     data = left_padded_prompts([7, 1, 4, 3])
 
     def conversed(data: DataProto, options: SamplingOptions) -> DataProto:
-        with Conversations(
-            AgentSpec("a.py:A", ""), Rows(data, options), [{}] * len(data), char_tokenizer(32)
-        ) as talks:
+        rows, fields = Rows(data, options), [{}] * len(data)
+        tokenizers = Tokenizers(char_tokenizer(32), char_tokenizer(32))
+        with Conversations(AgentSpec("a.py:A", ""), rows, fields, tokenizers) as talks:
             list(in_turns(talks, lambda requests: engine.write(requests, options, version=4)))
             return talks.columns(range(len(data)))
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import RolloutError, SamplingOptions
-from rolemesh.engine.rollout.agent import AgentSpec, Conversations, side_by_side
+from rolemesh.engine.rollout.agent import AgentSpec, Conversations, Tokenizers, side_by_side
 from rolemesh.engine.rollout.requests import Rows, Sample
 from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine
 from rolemesh.parallel.weights.pieces import HfTensor
@@ -369,13 +369,12 @@ def conversed(engine: VLLMEngine, data: DataProto, monkeypatch: pytest.MonkeyPat
     """The conversations of all rows, and the rows in the order of their ends."""
     monkeypatch.setattr(AgentSpec, "load", lambda spec: Counts)
     OVER.clear()
-    infos = [{"index": row, "seen": []} for row in range(len(data))]
+    fields = [{"extra_info": {"index": row, "seen": []}} for row in range(len(data))]
     rows = Rows(data, replace(OPTIONS, max_response_tokens=72))
-    with Conversations(
-        AgentSpec("a.py:A", ""), rows, [{"extra_info": i} for i in infos], char_tokenizer()
-    ) as t:
-        ends = [row for over in side_by_side(t, engine) for row in over]
-    return t, ends
+    tokenizers = Tokenizers(char_tokenizer(), char_tokenizer())
+    with Conversations(AgentSpec("a.py:A", ""), rows, fields, tokenizers) as talks:
+        ends = [row for over in side_by_side(talks, engine) for row in over]
+    return talks, ends
 
 
 def test_a_slow_tool_holds_no_other_conversation_and_every_token_is_one_that_was_seen(
