@@ -196,8 +196,9 @@ def _named(key: str, value: str, kind: Literal["function", "class"]) -> Iterator
     except SyntaxError as error:
         yield f"{key}: {path} line {error.lineno}: {error.msg}"
         return
-    kinds = (ast.ClassDef,) if kind == "class" else (ast.FunctionDef, ast.AsyncFunctionDef)
-    there = [node.name for node in body if isinstance(node, kinds)]
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    classes = [node.name for node in body if isinstance(node, ast.ClassDef)]
+    there = classes if kind == "class" else functions
     imported = [a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names]
     if name not in there + imported:
         yield f"{key}: {path} has no {kind} {name} (it has {', '.join(there) or 'none'})"

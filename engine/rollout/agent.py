@@ -150,13 +150,10 @@ class Conversations:
         """Wait until something happens: the turns that the engine is to write now, and the rows that are
         over. Raises AgentError, and what went wrong with the engine.
         """
-        match self._event():
-            case _Step() as step:
-                return self._answered(step)
-            case BaseException() as error:
-                raise error
-            case list() as samples:
-                return [], self.wrote(samples)
+        event = self._event()
+        if isinstance(event, BaseException):
+            raise event
+        return self._answered(event) if isinstance(event, _Step) else ([], self.wrote(event))
 
     def wrote(self, samples: Sequence[Sample]) -> list[int]:
         """The model's turns: agents begin to answer them. The rows that are over."""

@@ -82,7 +82,9 @@ class RolloutWorker(Worker):
         for start in range(0, max(1, len(prompts)), n_rows):
             some = prompts.slice(start, min(start + n_rows, len(prompts)))
             with Conversations(agent, Rows(some, options), fields_of(some), self.tokenizers) as talks:
-                for over in in_turns(talks, write) if len(some) else [[]]:
+                if len(some) == 0:
+                    yield Part((), talks.columns([]))
+                for over in in_turns(talks, write):
                     yield Part([start + row for row in over], talks.columns(over))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
