@@ -1,4 +1,4 @@
-"""Roles at work: batches, workers, the step's controller, rewards, rollouts, and the Ray and SPMD back ends."""
+"""Roles at work: batches, workers, the controller of a step, rewards, rollouts, and what Ray or SPMD adds."""
 
 from rolemesh.parallel import plain_imports
 

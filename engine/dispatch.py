@@ -197,11 +197,17 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, Registration]:
-    """Name and registration of every registered method of a worker class, inherited ones too."""
-    methods = {name: getattr(cls, name, None) for name in dir(cls)}
-    return {
-        name: getattr(method, _REGISTERED) for name, method in methods.items() if hasattr(method, _REGISTERED)
-    }
+    """Name and registration of every registered method of a worker class, inherited ones too.
+
+    A method that takes the place of a registered one is registered as that was, unless it says otherwise.
+    """
+    found: dict[str, Registration] = {}
+    for name in dir(cls):
+        owners = (vars(owner)[name] for owner in cls.__mro__ if name in vars(owner))
+        marks = [mark for method in owners if (mark := getattr(method, _REGISTERED, None)) is not None]
+        if marks and callable(getattr(cls, name)):
+            found[name] = marks[0]
+    return found
 
 
 def share(

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.response import response_tokens
 
 CORE = "acc"  # verl's name of the score that counts, where a reward returns it
 
@@ -20,8 +21,9 @@ def validation_metrics(data: DataProto, extras: Collection[str] = ()) -> dict[st
     """Means over all rows and over each source's.
 
     Args:
-        data: `rm_scores` float [b, R], `response_mask` [b, R], column `data_source` (one source where there
-            is none); rows where a bool column `dropped` [b] is set count nowhere but in `val/dropped`.
+        data: `rm_scores` float [b, R], `responses` [b, R], `attention_mask` [b, P + R], column `data_source`
+            (one source where there is none); rows where a bool column `dropped` [b] is set count nowhere but
+            in `val/dropped`.
         extras: object columns that a reward function returned; those of numbers are averaged where present.
 
     Returns:
@@ -36,7 +38,7 @@ def validation_metrics(data: DataProto, extras: Collection[str] = ()) -> dict[st
         metrics["val/dropped"] = float((~kept).sum())
     values: dict[str, Sequence[Any]] = {"reward": scores_of(data)}
     values |= {name: data.non_tensor_batch[name].tolist() for name in extras}
-    lengths = data.batch["response_mask"].sum(-1).tolist()
+    lengths = response_tokens(data).sum(-1).tolist()
     metrics["val/reward/mean"] = _mean(values["reward"], kept)
     metrics["val/response_length/mean"] = _mean(lengths, kept)
     sources = np.array(sources_of(data))
@@ -56,13 +58,16 @@ def sample_table(
 ) -> list[dict[str, Any]]:
     """A row per answer: `source`, `prompt` (without special tokens), `response` (with them), `score` (none
     of a dropped row),
-    `response_tokens`, `ground_truth` where known, and the extras."""
+    `response_tokens`, the model's `turns` where an agent answered, `ground_truth` where known, and the
+    extras.
+    """
     width = data.batch["responses"].shape[1]
     in_prompt = data.batch["attention_mask"][:, :-width].bool()
-    in_response = data.batch["response_mask"].bool()
+    in_response = response_tokens(data)
     truths = data.non_tensor_batch.get("reward_model", [None] * len(data))
     special = torch.tensor(tokenizer.all_special_ids)
     rows = []
+    turns = data.batch["num_turns"].tolist() if "num_turns" in data.columns else None
     lost = data.batch["dropped"].tolist() if "dropped" in data.columns else [False] * len(data)
     for i, (source, score) in enumerate(zip(sources_of(data), scores_of(data), strict=True)):
         prompt = data.batch["prompts"][i][in_prompt[i]]
@@ -74,6 +79,8 @@ def sample_table(
             "score": None if lost[i] else score,
             "response_tokens": len(response),
         }
+        if turns is not None:
+            row["turns"] = turns[i]
         if (truth := truths[i]) and "ground_truth" in truth:
             row["ground_truth"] = truth["ground_truth"]
         rows.append(row | {name: data.non_tensor_batch[name][i] for name in extras})

@@ -90,9 +90,10 @@ def _word(value: Any) -> str:
 
 
 def _load(file: str) -> None:
-    from rolemesh.engine.algorithms import AlgorithmFileError, load_algorithm_file  # torch: seconds
+    from rolemesh.engine.algorithms import load_algorithm_file  # torch: seconds
+    from rolemesh.engine.user_file import UserFileError
 
     try:
         load_algorithm_file(file)
-    except AlgorithmFileError as error:
+    except UserFileError as error:
         raise RecipeError(str(error)) from error

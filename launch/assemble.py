@@ -18,6 +18,7 @@ from rolemesh.engine.rewards.judge_answer import Scale
 from rolemesh.engine.rewards.judge_forms import Criterion, Scores
 from rolemesh.engine.rewards.judge_pairs import Pairwise
 from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.rollout.agent import AgentSpec
 from rolemesh.engine.rollout.vllm import EngineSpec, VLLMSpec
 from rolemesh.engine.trainer import TrainerSpec
 from rolemesh.engine.workers.actor import PolicyLoss
@@ -127,8 +128,20 @@ def value_loss(recipe: Recipe) -> ValueLoss:
 def rollout_spec(recipe: Recipe) -> RolloutSpec:
     """The built-in engine's model and how it samples."""
     return RolloutSpec(
-        recipe.actor.path, recipe.actor.dtype, recipe.rollout.max_params, sampling_options(recipe)
+        recipe.actor.path,
+        recipe.actor.dtype,
+        recipe.rollout.max_params,
+        sampling_options(recipe),
+        agent_spec(recipe),
     )
+
+
+def agent_spec(recipe: Recipe) -> AgentSpec | None:
+    """Who answers the model's turns."""
+    rollout = recipe.rollout
+    if rollout.agent is None:
+        return None
+    return AgentSpec(rollout.agent, recipe.actor.path, rollout.agent_turns, rollout.agent_timeout_s)
 
 
 def vllm_spec(recipe: Recipe, plan: PlacementPlan) -> VLLMRolloutSpec:
@@ -148,7 +161,7 @@ def vllm_spec(recipe: Recipe, plan: PlacementPlan) -> VLLMRolloutSpec:
         sleeps=len(pool.roles) > 1,
         partial=rollout.partial,
     )
-    return VLLMRolloutSpec(engine, rollout.engine_restarts)
+    return VLLMRolloutSpec(engine, rollout.engine_restarts, agent_spec(recipe))
 
 
 def sampling_options(recipe: Recipe) -> SamplingOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from rolemesh.engine.data.files import DataError, columns_and_rows, data_files, read_rows, rows_per_source
 from rolemesh.engine.data.sources import check_weights
@@ -21,6 +22,7 @@ from rolemesh.launch.loggers import absent_loggers
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on
 from rolemesh.launch.preflight import live_rows
 from rolemesh.launch.pricing import priced
+from rolemesh.launch.request import graph_of
 from rolemesh.launch.reward_keys import Scorer, scorers
 from rolemesh.launch.roles import Ref
 from rolemesh.launch.schema import Cluster, Recipe, Run
@@ -53,6 +55,7 @@ def check_recipe(recipe: Recipe, *, offline: bool = False) -> CheckReport:
     report.problem("services", _services(recipe))
     report.note("services", token_notes(_with_tokens(recipe)))
     report.problem("reward", _reward_functions(recipe))
+    report.problem("classes", _classes(recipe))
     report.problem("data", absent_files(recipe.data))
     steps = 0 if "data" in [row.area for row in report.rows] else _check_prompts(recipe, report)
     checkpoints = _read_models(recipe, report)
@@ -167,11 +170,24 @@ def _services(recipe: Recipe) -> Iterator[str]:
 def _reward_functions(recipe: Recipe) -> Iterator[str]:
     for section, keys, kind in scorers(recipe.reward):
         if kind == "function":
-            yield from _function(f"{section}.path", str(keys.path))
+            yield from _named(f"{section}.path", str(keys.path), "function")
 
 
-def _function(key: str, reward: str) -> Iterator[str]:
-    path, _, name = reward.rpartition(":")
+def _classes(recipe: Recipe) -> Iterator[str]:
+    """The user's agent, and workers of roles."""
+    if recipe.rollout.agent is not None:
+        yield from _named("rollout.agent", recipe.rollout.agent, "class")
+    for role in graph_of(recipe).roles():
+        if (path := getattr(recipe, role).worker) is not None:
+            yield from _named(f"{role}.worker", path, "class")
+
+
+def _named(key: str, value: str, kind: Literal["function", "class"]) -> Iterator[str]:
+    """What is wrong with `file.py:name`, told without running the file."""
+    path, _, name = value.rpartition(":")
+    if not path:
+        yield f"{key} is {value!r}, but must name a file and a {kind} in it: file.py:name"
+        return
     if not Path(path).is_file():
         yield f"{key}: no file {path}"
         return
@@ -181,9 +197,11 @@ def _function(key: str, reward: str) -> Iterator[str]:
         yield f"{key}: {path} line {error.lineno}: {error.msg}"
         return
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    classes = [node.name for node in body if isinstance(node, ast.ClassDef)]
+    there = classes if kind == "class" else functions
     imported = [a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names]
-    if name not in functions + imported:
-        yield f"{key}: {path} has no function {name} (it has {', '.join(functions) or 'none'})"
+    if name not in there + imported:
+        yield f"{key}: {path} has no {kind} {name} (it has {', '.join(there) or 'none'})"
 
 
 def _check_prompts(recipe: Recipe, report: CheckReport) -> int:

@@ -20,7 +20,7 @@ from rolemesh.placement.model import ModelShape
 from rolemesh.placement.roles import PlanRequest, Questions, RoleRequest
 from rolemesh.placement.search.pins import Pin, PinError, Strength
 from rolemesh.placement.steps import step_graph
-from rolemesh.placement.steps.operations import reference_of_actor
+from rolemesh.placement.steps.operations import reference_of_actor, with_agent
 from rolemesh.placement.timing.transfer import Remote
 from rolemesh.placement.workload import Workload
 
@@ -42,6 +42,7 @@ def graph_of(recipe: Recipe) -> StepGraph:
         ref_takes="rows" if recipe.ref.kind == "remote" else "batch",
         **features,
     )
+    graph = with_agent(graph) if recipe.rollout.agent else graph
     return reference_of_actor(graph) if recipe.ref.kind == "actor" else graph
 
 

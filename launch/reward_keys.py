@@ -8,7 +8,14 @@ from typing import ClassVar, Literal
 
 from rolemesh.engine.rewards.judge_answer import Scale
 from rolemesh.launch.fields import RecipeError, Section, key
-from rolemesh.launch.roles import InferDtype, LayoutPins, layout_key, micro_batch_tokens_key, offload_key
+from rolemesh.launch.roles import (
+    InferDtype,
+    LayoutPins,
+    layout_key,
+    micro_batch_tokens_key,
+    offload_key,
+    worker_key,
+)
 from rolemesh.launch.service_keys import RequestLimits, Speed, check_endpoints
 from rolemesh.launch.tokens import check_one_place, token_env_key, token_file_key
 
@@ -18,7 +25,7 @@ PartKind = Literal["function", "remote", "judge"]
 # The keys that count for each kind, and those of them that it cannot do without.
 _SERVICE = ("endpoints", "token_env", "token_file", "text", "limits", "on_failure", "speed")
 KEYS: Mapping[str, tuple[str, ...]] = {
-    "model": ("path", "dtype", "layout", "micro_batch_tokens", "offload"),
+    "model": ("path", "dtype", "layout", "micro_batch_tokens", "offload", "worker"),
     "function": ("path", "limit_s", "workers", "text", "speed"),
     "remote": ("protocol", "score_key", "send_ids", *_SERVICE),
     "judge": ("model", "judge", "path", "dtype", "layout", "max_batch_tokens", *_SERVICE),
@@ -257,6 +264,7 @@ class Reward(Scorer):
         at_least=1,
     )
     offload: bool = offload_key("reward_model.megatron.param_offload")
+    worker: str | None = worker_key("RewardWorker (model)")
     speed: Speed = key(Speed, "How fast it is, for the planner (all but model).")
     parts: dict[str, Part] = key(
         {},

@@ -130,6 +130,16 @@ def offload_key(verl: str = "") -> Any:
     return key(False, "Its states wait in host memory while other roles of the pool run.", verl=verl)
 
 
+def worker_key(base: str) -> Any:
+    """The `worker` of a placed role; `base` names the class that the user's must be one of."""
+    return key(
+        None,
+        f"A class of your own as the role's worker: `file.py:Class`, a subclass of {base}.",
+        path=True,
+        shown="the role's own",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lora(Section):
     """Low-rank adapters, trained in place of the model."""
@@ -167,6 +177,7 @@ class Actor(Section):
     micro_batch_tokens: int | None = micro_batch_tokens_key()
     offload: bool = offload_key("actor_rollout_ref.actor.megatron.param_offload")
     lora: Lora = key(Lora, "Low-rank adapters in place of the whole model.", verl="actor_rollout_ref.model")
+    worker: str | None = worker_key("ActorWorker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +205,7 @@ class Critic(Section):
     lora: Lora = key(
         Lora, "Low-rank adapters and the value head in place of the whole model.", verl="critic.model"
     )
+    worker: str | None = worker_key("CriticWorker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +226,7 @@ class Ref(Section):
     layout: LayoutPins = layout_key("actor_rollout_ref.ref.megatron")
     micro_batch_tokens: int | None = micro_batch_tokens_key()
     offload: bool = offload_key("actor_rollout_ref.ref.megatron.param_offload")
+    worker: str | None = worker_key("RefWorker (model)")
     endpoints: tuple[str, ...] = key(
         (), "URLs of the service, one or several (remote).", shown="required by remote"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rolemesh.launch.fields import Section, key
-from rolemesh.launch.roles import LayoutPins, layout_key
+from rolemesh.launch.roles import LayoutPins, layout_key, worker_key
 
 VLLM_KEYS = ("memory_share", "max_seqs", "eager", "partial", "partial_share", "engine_restarts")
 """Keys that mean something to vLLM only."""
@@ -75,6 +75,24 @@ class Rollout(Section):
     partial_share: float = key(
         0.8, "Part of the prompts in flight that a step waits for (partial).", above=0, at_most=1
     )
+    agent: str | None = key(
+        None,
+        "A class that answers each turn of the model, `file.py:Class`, for several turns and tools.",
+        path=True,
+        shown="none: a response is one turn",
+    )
+    agent_turns: int | None = key(
+        None,
+        "Most turns of the model in a conversation (agent).",
+        unit="turns",
+        at_least=1,
+        shown="as many as fit",
+        verl="actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+    )
+    agent_timeout_s: float = key(
+        60.0, "Limit of one step of the agent; a longer one stops the run (agent).", unit="s", above=0
+    )
+    worker: str | None = worker_key("RolloutWorker (hf), or VLLMRolloutWorker (vllm)")
     engine_restarts: int = key(
         3, "How often one operation may replace a vLLM engine that died.", unit="restarts", at_least=0
     )

@@ -72,6 +72,16 @@ def _check_engine(recipe: Recipe) -> None:
             f"rollout.partial keeps the longest responses for the next step, and schedule.staleness "
             f"{recipe.schedule.staleness} generates ahead of it: use one of them"
         )
+    if recipe.rollout.partial and recipe.rollout.agent:
+        raise RecipeError(
+            "rollout.partial stops responses halfway and goes on with them in the next step, and the "
+            "conversations of rollout.agent live in one step's processes: use one of them"
+        )
+    if recipe.rollout.agent and recipe.algorithm.step == "remax":
+        raise RecipeError(
+            f"rollout.agent answers samples, but not the greedy answer that {recipe.algorithm.name} compares "
+            "each prompt's samples with: use another algorithm.name, such as rloo"
+        )
     if recipe.rollout.partial and recipe.algorithm.dynamic_sampling.on:
         raise RecipeError(
             "rollout.partial trains on what is finished first, and algorithm.dynamic_sampling (on by default "
@@ -139,7 +149,7 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         )
         mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
     elif recipe.ref.kind == "remote":
-        names: tuple[str, ...] = ("path", "dtype", "layout", "micro_batch_tokens", "offload")
+        names: tuple[str, ...] = ("path", "dtype", "layout", "micro_batch_tokens", "offload", "worker")
         mark("ref.kind is remote: the service has the model", *(f"ref.{name}" for name in names))
     elif recipe.ref.kind == "actor":
         names = tuple(name for name in members(type(recipe.ref)) if name != "kind")
@@ -166,6 +176,8 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         mark("rollout.engine is not hf", "rollout.max_params")
     if not recipe.rollout.partial:
         mark("rollout.partial is false", "rollout.partial_share")
+    if recipe.rollout.agent is None:
+        mark("there is no rollout.agent", "rollout.agent_turns", "rollout.agent_timeout_s")
     for role in ("actor", "critic"):
         if getattr(recipe, role).optim.decay == "constant":
             mark(f"{role}.optim.decay is constant", f"{role}.optim.min_lr")

@@ -33,6 +33,7 @@ from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGrou
 from rolemesh.engine.recovery import Recoveries, WorkersLost
 from rolemesh.engine.run_log import RunLog
 from rolemesh.engine.trainer import Trainer
+from rolemesh.engine.user_file import UserClass
 from rolemesh.engine.workers.actor import ActorWorker
 from rolemesh.engine.workers.critic import CriticWorker
 from rolemesh.engine.workers.judge import JudgeWorker
@@ -405,7 +406,17 @@ def _worker_groups(
 
 
 def worker_of(recipe: Recipe, plan: PlacementPlan, role: str, steps: int) -> RayClassWithInitArgs:
-    """The worker class of a role and what its constructor takes."""
+    """The worker class of a role, the user's where there is one, and what its constructor takes.
+
+    Raises UserFileError for a class that is not there, or is no worker of this role.
+    """
+    made = _own_worker(recipe, plan, role, steps)
+    if (path := getattr(recipe, role).worker) is None:
+        return made
+    return RayClassWithInitArgs(UserClass(path, f"{role}.worker", made.cls), *made.args, **made.kwargs)
+
+
+def _own_worker(recipe: Recipe, plan: PlacementPlan, role: str, steps: int) -> RayClassWithInitArgs:
     if role == "rollout" and recipe.rollout.engine == "vllm":
         return RayClassWithInitArgs(VLLMRolloutWorker, assemble.vllm_spec(recipe, plan))
     if role == "rollout":

@@ -24,3 +24,11 @@ def test_the_sections_that_are_shown_can_be_read_and_name_the_defaults():
         assert getattr(default.rollout, name) == getattr(given.rollout, name), name
     assert default.algorithm.rollout_correction.weights == "none"
     assert given.algorithm.rollout_correction.weights == "token"
+
+
+def test_the_section_with_an_agent_can_be_read():
+    (text,) = re.findall(r"```yaml agent\n(.*?)```", TEXT, re.DOTALL)
+    rollout = parse_recipe(yaml.safe_dump(REST | yaml.safe_load(text)), Path("/here")).rollout
+    assert (rollout.agent, rollout.agent_turns) == ("/here/my_agent.py:Calculator", 4)
+    default = parse_recipe(yaml.safe_dump(REST | {"rollout": {"agent": "a.py:A"}}), Path("/")).rollout
+    assert default.agent_timeout_s == rollout.agent_timeout_s

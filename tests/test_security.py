@@ -35,7 +35,7 @@ UNPICKLES = {
     "parallel/sealed.py": "values that carry the run's seal",
 }
 RUNS_FILES = {
-    "engine/algorithms/user_file.py": "algorithm.file",
+    "engine/user_file.py": "algorithm.file, rollout.agent, ROLE.worker",
     "engine/worker_log.py": "its own neighbour, by the process that writes a log",
     "engine/rewards/scorer.py": "reward.path, reward.parts.NAME.path, serve-rm file.py:function",
 }

@@ -24,13 +24,12 @@ from rolemesh.engine.algorithms.reinforce_plus_plus import (
 )
 from rolemesh.engine.algorithms.remax import remax_outcome_advantage
 from rolemesh.engine.algorithms.rloo import rloo_outcome_advantage
-from rolemesh.engine.algorithms.user_file import AlgorithmFileError, load_algorithm_file
+from rolemesh.engine.algorithms.user_file import load_algorithm_file
 
 __all__ = [
     "AdaptiveKLController",
     "AdvantageEstimator",
     "Advantages",
-    "AlgorithmFileError",
     "Correction",
     "FixedKLController",
     "PolicyLossFn",

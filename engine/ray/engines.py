@@ -63,8 +63,14 @@ class EngineHost:
     def load_weights(self, of_ranks: Sequence[KeptWeights], version: int) -> None:
         self._started.load_weights(of_ranks, version)
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        yield from self._started.generate(requests)
+    def generate(self, requests: Sequence[Request], stays: bool) -> Iterator[list[Sample]]:
+        yield from self._started.generate(requests, stays)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._started.add(requests)
+
+    def close(self) -> None:
+        self._started.close()
 
     def sleep(self) -> None:
         self._started.sleep()
@@ -128,10 +134,10 @@ class EngineProcess:
         """Give the devices' memory back until the next call."""
         self._call("sleep")
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """Samples as they end."""
+    def generate(self, requests: Sequence[Request], stays: bool = False) -> Iterator[list[Sample]]:
+        """Samples as they end; where it `stays`, until `close`."""
         method = self._actor.generate.options(num_returns="streaming", concurrency_group="compute")
-        stream = method.remote(list(requests))
+        stream = method.remote(list(requests), stays)
         while True:
             with self._failures():
                 try:
@@ -139,6 +145,14 @@ class EngineProcess:
                 except StopIteration:
                     return
             yield samples
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Let the running `generate`, which stays, write more."""
+        self._call("add", list(requests), thread="control")
+
+    def close(self) -> None:
+        """Let it end when all is written; does not wait for that."""
+        self._call("close", thread="control")
 
     def abort(self) -> None:
         """Let the running `generate` end; does not wait for that."""

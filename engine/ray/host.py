@@ -31,6 +31,7 @@ from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.blocks import fetch_batch
 from rolemesh.engine.ray.cluster import LAUNCHER_VARIABLES
+from rolemesh.engine.user_file import UserClass
 from rolemesh.engine.worker import Worker, WorkerContext
 from rolemesh.engine.worker_log import WorkerLog
 from rolemesh.kernels.forms import record_kernels
@@ -78,7 +79,7 @@ class HostInfo:
 class WorkerSpec:
     """A worker to create: its class, the arguments of its constructor and its layout."""
 
-    cls: type[Worker]
+    cls: type[Worker] | UserClass
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     layout: Layout
@@ -295,7 +296,8 @@ class Host:
 
     def _create(self, role: str, spec: WorkerSpec) -> Worker:
         place = self._place
-        worker = object.__new__(spec.cls)
+        cls: type[Worker] = spec.cls.load() if isinstance(spec.cls, UserClass) else spec.cls
+        worker = object.__new__(cls)
         worker.context = WorkerContext(
             role=role,
             pool=place.pool,

@@ -30,6 +30,7 @@ from rolemesh.engine.ray.host_group import HostGroup
 from rolemesh.engine.ray.pools import ResourcePool
 from rolemesh.engine.ray.queue import Call
 from rolemesh.engine.ray.transfer import Offer, take
+from rolemesh.engine.user_file import UserClass
 from rolemesh.engine.worker import Worker
 from rolemesh.parallel.weights.transfer_link import Meeting
 from rolemesh.placement.layout import Layout, LayoutError
@@ -38,10 +39,14 @@ CALL_TIMEOUT_S = 1800.0
 
 
 class RayClassWithInitArgs:
-    """A worker class and the arguments of its constructor on every rank."""
+    """A worker class and the arguments of its constructor on every rank; a user's is loaded on each.
 
-    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
-        self.cls, self.args, self.kwargs = cls, args, kwargs
+    Raises UserFileError for a user's class that is not there, or is another role's.
+    """
+
+    def __init__(self, cls: type[Worker] | UserClass, *args: Any, **kwargs: Any) -> None:
+        self.sent, self.args, self.kwargs = cls, args, kwargs
+        self.cls: type[Worker] = cls.load() if isinstance(cls, UserClass) else cls
 
 
 class RayWorkerGroup:
@@ -88,7 +93,8 @@ class RayWorkerGroup:
         self.meetings: dict[str, tuple[HostGroup, HostGroup, Meeting]] = {}  # by the pair of roles
         self.meetings_lock = threading.Lock()
         resource_pool.add_role(self.role, self.layout.dp)
-        spec = WorkerSpec(cls, ray_cls_with_init.args, ray_cls_with_init.kwargs, self.layout)
+        made = ray_cls_with_init
+        spec = WorkerSpec(made.sent, made.args, made.kwargs, self.layout)
         self._submit("__init__", [], functools.partial(self._create, spec), timeout_s).get()
         for name, registration in registered_methods(cls).items():
             if hasattr(type(self), name) or name in self.__dict__:

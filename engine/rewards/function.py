@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.response import own_tokens
 from rolemesh.engine.rewards.extras import present_means, ragged_columns
 from rolemesh.engine.rewards.pool import Outcome, RewardError, ScorerPool
 from rolemesh.engine.rewards.texts import RewardTexts
@@ -22,7 +23,8 @@ class FunctionReward:
     The function gets `data_source`, `solution_str` (the response's text), `ground_truth` (of `reward_model`)
     and `extra_info` by name, and returns a number, or a dict with `score` and further entries, which become
     object columns. The prompt's text is in `extra_info["prompt_str"]`, and is passed as `prompt_str` too
-    where the function has such a parameter. Padding is in neither text.
+    where the function has such a parameter. Padding is in neither text. The response's text holds what an
+    agent answered, too; how many turns the model had is in `extra_info["num_turns"]` then.
 
     Args:
         limit_s: longest time for one sample. A call that takes longer, or ends its process, is stopped and
@@ -53,11 +55,11 @@ class FunctionReward:
         self.pool = ScorerPool(Path(file).resolve(), self.name, workers=workers, limit_s=limit_s)
 
     def score(self, data: DataProto) -> DataProto:
-        """Column `rm_scores` float32 [b, R]: the score at the last response token, 0 elsewhere; the extras.
+        """Column `rm_scores` float32 [b, R]: the score at the model's last token, 0 elsewhere; the extras.
 
         Args:
-            data: `prompts` [b, P], `responses` [b, R], `attention_mask` [b, P + R]; `data_source`,
-                `reward_model` and `extra_info` where there are any.
+            data: `prompts` [b, P], `responses` [b, R], `attention_mask` [b, P + R]; `response_mask` [b, R],
+                `data_source`, `reward_model`, `extra_info` and `num_turns` [b] where there are any.
 
         Returns:
             Meta information has `metrics`: `reward/timeouts` and `reward/died` (samples), and the mean of
@@ -80,7 +82,7 @@ class FunctionReward:
         metrics |= {f"reward/{name}/mean": mean for name, mean in present_means(extras).items()}
         scores = torch.tensor([score for score, _ in results], dtype=torch.float32)
         return DataProto.from_dict(
-            {"rm_scores": at_last_token(scores, response_tokens(data))}, extras, {"metrics": metrics}
+            {"rm_scores": at_last_token(scores, own_tokens(data))}, extras, {"metrics": metrics}
         )
 
     def close(self) -> None:
@@ -96,6 +98,7 @@ class FunctionReward:
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """The function's arguments for each sample."""
         objects = data.non_tensor_batch
+        turns = data.batch["num_turns"].tolist() if "num_turns" in data.batch else None
         calls = []
         for row, text in enumerate(self.texts(data)):
             truth, extra_info = (
@@ -107,7 +110,11 @@ class FunctionReward:
                     "data_source": objects["data_source"][row] if "data_source" in objects else None,
                     "solution_str": text.response,
                     "ground_truth": truth.get("ground_truth"),
-                    "extra_info": {**extra_info, "prompt_str": text.prompt},
+                    "extra_info": {
+                        **extra_info,
+                        "prompt_str": text.prompt,
+                        **({} if turns is None else {"num_turns": turns[row]}),
+                    },
                     "prompt_str": text.prompt,
                 }
             )
@@ -129,11 +136,6 @@ class FunctionReward:
                 why = f"took more than {self.limit_s:g} s" if kind == "timeout" else "ended its process"
                 log.warning("%s %s on %s; its score is %g", self.path, why, sample, self.default_score)
                 return self.default_score, {}
-
-
-def response_tokens(data: DataProto) -> torch.Tensor:
-    """Which response columns hold tokens: bool [b, R]."""
-    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
 
 
 def at_last_token(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

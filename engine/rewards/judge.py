@@ -15,9 +15,10 @@ import torch
 
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.remote.http import BadAnswer, RemoteError
+from rolemesh.engine.response import own_tokens
 from rolemesh.engine.rewards.extras import present_means, ragged_columns
 from rolemesh.engine.rewards.failure import Failed, FailurePolicy
-from rolemesh.engine.rewards.function import at_last_token, response_tokens
+from rolemesh.engine.rewards.function import at_last_token
 from rolemesh.engine.rewards.judge_answer import AnswerError
 from rolemesh.engine.rewards.judge_cache import JudgeCache, content_key
 from rolemesh.engine.rewards.judge_forms import Constraint, JudgeForm, JudgeSample, Result
@@ -166,7 +167,7 @@ class JudgeReward:
         metrics |= {f"reward/{name}": float(counts[name]) for name in _COUNTED}
         metrics |= {f"reward/{name}/mean": mean for name, mean in present_means(extras).items()}
         tensors = {
-            "rm_scores": at_last_token(torch.from_numpy(decided.scores).float(), response_tokens(data)),
+            "rm_scores": at_last_token(torch.from_numpy(decided.scores).float(), own_tokens(data)),
             "dropped": torch.from_numpy(decided.dropped),
         }
         return DataProto.from_dict(tensors, extras, {"metrics": metrics})

@@ -14,9 +14,10 @@ import torch
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.remote.forms import FormError, Protocol, Sample, Score, read_answer, request_body
 from rolemesh.engine.remote.http import BadAnswer, Client, RemoteError
+from rolemesh.engine.response import own_tokens
 from rolemesh.engine.rewards.extras import present_means, ragged_columns
 from rolemesh.engine.rewards.failure import Failed, FailurePolicy
-from rolemesh.engine.rewards.function import at_last_token, response_tokens
+from rolemesh.engine.rewards.function import at_last_token
 from rolemesh.engine.rewards.pool import RewardError
 from rolemesh.engine.rewards.texts import RewardTexts
 
@@ -49,7 +50,7 @@ class RemoteReward:
         self.protocol, self.score_key, self.send_ids = protocol, score_key, send_ids
 
     def score(self, data: DataProto) -> DataProto:
-        """Column `rm_scores` float32 [b, R]: the score at the last response token, 0 elsewhere.
+        """Column `rm_scores` float32 [b, R]: the score at the model's last token, 0 elsewhere.
 
         Args:
             data: `prompts` [b, P], `responses` [b, R], `attention_mask` [b, P + R]; `reward_model`, whose
@@ -76,7 +77,7 @@ class RemoteReward:
         metrics |= {f"reward/{name}/mean": mean for name, mean in present_means(extras).items()}
         scores = torch.from_numpy(decided.scores).float()
         tensors = {
-            "rm_scores": at_last_token(scores, response_tokens(data)),
+            "rm_scores": at_last_token(scores, own_tokens(data)),
             "dropped": torch.from_numpy(decided.dropped),
         }
         return DataProto.from_dict(tensors, extras, {"metrics": metrics})

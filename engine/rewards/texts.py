@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.response import response_tokens
 
 _MARK = "\u2400content\u2400"  # stands for a reply where the text before it is looked for
 
@@ -88,11 +89,8 @@ class RewardTexts:
     def _ids(self, data: DataProto) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Token ids of prompts and responses, without padding."""
         prompts, responses = data.batch["prompts"], data.batch["responses"]
-        mask = data.batch["attention_mask"].bool()
-        in_prompt, in_response = mask[:, : prompts.shape[1]], mask[:, -responses.shape[1] :]
-        if responses.shape[1] == 0:
-            in_response = mask[:, :0]
-        return _kept(prompts, in_prompt), _kept(responses, in_response)
+        in_prompt = data.batch["attention_mask"][:, : prompts.shape[1]].bool()
+        return _kept(prompts, in_prompt), _kept(responses, response_tokens(data))
 
     def _text(self, token_ids: Sequence[int], *, strip: bool | None = None) -> str:
         return str(

@@ -1,7 +1,8 @@
 """The built-in rollout engine: transformers' `generate` on a full copy of the model in one process."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ from transformers.initialization import no_init_weights
 
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.rollout.requests import Request, Sample
 from rolemesh.engine.rollout.row_sampler import RowSampler
-from rolemesh.engine.rollout.sampling import RolloutError, SamplingOptions, row_uniforms
+from rolemesh.engine.rollout.sampling import RolloutError, SamplingOptions, row_uniforms, seeded_uniforms
 from rolemesh.engine.rollout.stored_names import stored_views
 from rolemesh.placement.model import ModelShape
 
@@ -135,7 +137,11 @@ class HFRollout:
     def _generate(self, prompts: DataProto, options: SamplingOptions) -> DataProto:
         """`generate` on rows that fit at a time."""
         prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
-        tokens, token_log_probs = self._decode(prompts, options)  # [b, n <= R], the longest response's length
+        uniforms = None
+        if options.do_sample:
+            uniforms = row_uniforms(options.seed, prompts.batch["row_ids"], options.max_response_tokens)
+        # [b, n <= R], the longest response's length
+        tokens, token_log_probs = self._decode(prompt_ids, prompt_mask, uniforms, options)
         room = (0, options.max_response_tokens - tokens.shape[1])
         is_eos = torch.isin(tokens, tokens.new_tensor(options.eos_ids)).to(prompt_mask.dtype)
         response_mask = pad(is_eos.cumsum(-1) - is_eos == 0, room).to(prompt_mask.dtype)
@@ -153,17 +159,56 @@ class HFRollout:
             }
         )
 
-    def _decode(self, prompts: DataProto, options: SamplingOptions) -> tuple[Tensor, Tensor]:
-        """New tokens [b, n] and their log-probabilities [b, n] fp32; past a row's end both mean nothing."""
-        ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
-        if len(prompts) == 0:
+    def write(self, requests: Sequence[Request], options: SamplingOptions, version: int) -> list[Sample]:
+        """A sample for each request, as many at a time as `options.max_batch_tokens` allows, under the
+        weights of `version`. Each draws from its own seed; their limits are their own, too.
+        """
+        if not self.has_weights:
+            raise RolloutError("write was called before load_weights: the model has no weights yet")
+        samples: list[Sample] = []
+        left = list(requests)
+        while left:
+            width = max(len(request.token_ids) for request in left) + max(r.max_tokens for r in left)
+            n_rows = max(1, options.max_batch_tokens // width)
+            samples += self._write(left[:n_rows], options, version)
+            left = left[n_rows:]
+        return samples
+
+    @torch.no_grad()
+    def _write(self, requests: list[Request], options: SamplingOptions, version: int) -> list[Sample]:
+        """`write` of requests that fit at a time."""
+        width, longest = (
+            max(sizes) for sizes in zip(*((len(r.token_ids), r.max_tokens) for r in requests), strict=True)
+        )
+        ids = torch.full((len(requests), width), options.pad_id)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.token_ids) :] = torch.from_numpy(request.token_ids)
+            mask[row, width - len(request.token_ids) :] = 1
+        seeds = [request.seed for request in requests if request.seed is not None]
+        uniforms = seeded_uniforms(seeds, longest) if seeds else None
+        options = replace(options, max_response_tokens=longest)
+        tokens, log_probs = self._decode(ids, mask, uniforms, options)
+        ends = torch.isin(tokens, tokens.new_tensor(options.eos_ids))
+        samples = []
+        for row, request in enumerate(requests):
+            first_end = torch.nonzero(ends[row]).flatten()[:1].tolist()
+            n = min([*(at + 1 for at in first_end), request.max_tokens])
+            own = (tokens[row, :n].numpy(), log_probs[row, :n].float().numpy())
+            samples.append(Sample(request.row, *own, version, finished=True))
+        return samples
+
+    def _decode(
+        self, ids: Tensor, mask: Tensor, uniforms: Tensor | None, options: SamplingOptions
+    ) -> tuple[Tensor, Tensor]:
+        """New tokens [b, n] and their log-probabilities [b, n] fp32; past a row's end both mean nothing.
+
+        `ids` and `mask` [b, P] are left-padded, `uniforms` [b, R] what is drawn with; None: greedy.
+        """
+        if len(ids) == 0:
             return ids.new_empty(0, 0), torch.empty(0, 0, device=ids.device)
         device = self.model.device
-        uniforms = None
-        if options.do_sample:
-            row_ids = prompts.batch["row_ids"]
-            uniforms = row_uniforms(options.seed, row_ids, options.max_response_tokens).to(device)
-        sampler = RowSampler(options, uniforms)
+        sampler = RowSampler(options, None if uniforms is None else uniforms.to(device))
         output = self.model.generate(  # type: ignore[operator]  # a mixin's method, read as a tensor
             input_ids=ids.to(device),
             attention_mask=mask.to(device),

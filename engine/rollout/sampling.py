@@ -1,5 +1,6 @@
 """How responses are drawn: the options, and random numbers that belong to the row, not to the batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +46,14 @@ class SamplingOptions:
 
 def row_uniforms(seed: int, row_ids: Tensor, n: int) -> Tensor:
     """`n` uniform numbers in [0, 1) per row, [b, n] float64, from `seed` and the row's own id [b] alone."""
-    uniforms = torch.empty(len(row_ids), n, dtype=torch.float64)
-    for row, row_id in enumerate(row_ids.tolist()):
-        generator = torch.Generator().manual_seed(row_seed(seed, row_id))
+    return seeded_uniforms([row_seed(seed, row_id) for row_id in row_ids.tolist()], n)
+
+
+def seeded_uniforms(seeds: Sequence[int], n: int) -> Tensor:
+    """`n` uniform numbers in [0, 1) per seed, [len(seeds), n] float64."""
+    uniforms = torch.empty(len(seeds), n, dtype=torch.float64)
+    for row, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
         uniforms[row] = torch.rand(n, generator=generator, dtype=torch.float64)
     return uniforms
 

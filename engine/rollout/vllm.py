@@ -6,8 +6,10 @@ made, under an environment that is set first.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from rolemesh.engine.rollout.sampling import RolloutError, SamplingOptions
 from rolemesh.engine.rollout.vllm_config import as_transformers_computes
 
 CPU_BLOCK_TOKENS = 32  # vLLM's default on a CPU is 128, and only whole blocks are shared between samples
+_IDLE_S = 0.05  # an engine that waits for requests looks so often whether it is to end
 _EXTENSION = "rolemesh.engine.rollout.vllm_weights.WeightsExtension"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in a process of its own already
@@ -94,7 +97,8 @@ class _Writing:
 
 
 class VLLMEngine:
-    """Token ids in, token ids and log-probs out. One thread uses it; `abort` may be called from another.
+    """Token ids in, token ids and log-probs out. One thread uses it; `abort`, `add` and `close` may be called
+    from another.
 
     Raises RolloutError where vLLM is not installed, or takes the model in another size than was asked.
     """
@@ -103,6 +107,7 @@ class VLLMEngine:
         self.spec, self.version = spec, -1
         self._asleep: set[str] = set()
         self._aborted = threading.Event()
+        self._added: queue.SimpleQueue[Sequence[Request] | None] = queue.SimpleQueue()
         self.llm = make_engine(
             spec, skip_tokenizer_init=True, load_format="dummy", worker_extension_cls=_EXTENSION
         )
@@ -124,10 +129,11 @@ class VLLMEngine:
             raise RolloutError("vLLM did not drop its prefix cache after the weights changed")
         self.version = version
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+    def generate(self, requests: Sequence[Request], stays: bool = False) -> Iterator[list[Sample]]:
         """The samples of `requests`, those that are done at the same time together, in order of their ends.
 
-        After `abort` what is there of the others comes, not finished.
+        After `abort` what is there of the others comes, not finished. Where it `stays`, it goes on with what
+        `add` brings, and ends when it is done after `close`.
         """
         if self.version < 0:
             raise RolloutError("generate was called before load_weights: the engine has no weights yet")
@@ -135,13 +141,32 @@ class VLLMEngine:
         self._aborted.clear()
         writing = {self._add(request): _Writing(request) for request in requests}
         try:
-            while writing and not self._aborted.is_set():
-                if done := self._step(writing):
+            while (writing or stays) and not self._aborted.is_set():
+                stays = stays and self._take_added(writing)
+                if writing and (done := self._step(writing)):
                     yield done
             if writing:
                 yield [one.sample(self.version, finished=False) for one in writing.values()]
         finally:
             self.llm.abort_request(list(writing))
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Let the running `generate`, which stays, write more."""
+        self._added.put(requests)
+
+    def close(self) -> None:
+        """Let the running `generate` end when all that it was asked is written."""
+        self._added.put(None)
+
+    def _take_added(self, writing: dict[str, _Writing]) -> bool:
+        """Begin what was added, waiting a little where there is nothing else to do; whether more may come."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                added = self._added.get_nowait() if writing else self._added.get(timeout=_IDLE_S)
+                if added is None:
+                    return False
+                writing |= {self._add(request): _Writing(request) for request in added}
+        return True
 
     def abort(self) -> None:
         """End the running `generate` after its current step."""
@@ -176,7 +201,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if self.spec.partial else RequestOutputKind.FINAL_ONLY,
         )
-        name = str(request.row)
+        name = f"{request.row}.{len(request.token_ids)}"  # turns of a conversation are requests of their own
         self.llm.add_request(name, {"prompt_token_ids": request.token_ids.tolist()}, params)
         return name
 

@@ -25,6 +25,7 @@ from rolemesh.engine.algorithms import (
 )
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.response import response_tokens
 from rolemesh.engine.worker import Worker
 from rolemesh.engine.workers.metrics import all_reduce_dict
 from rolemesh.parallel.model import ParallelModel
@@ -173,17 +174,12 @@ def _left_out(data: DataProto, end_ids: tuple[int, ...] | None) -> Tensor:
     """[b] bool: the rows that count nowhere."""
     if end_ids is None:
         return data.batch["response_mask"].new_zeros(len(data), dtype=torch.bool)
-    return truncated_rows(data.batch["responses"], _response_attention(data), end_ids)
+    return truncated_rows(data.batch["responses"], response_tokens(data), end_ids)
 
 
 def response_lengths(data: DataProto) -> Tensor:
-    """Tokens of each row's response [b], also those that do not count."""
-    return _response_attention(data).sum(-1)
-
-
-def _response_attention(data: DataProto) -> Tensor:
-    attention, width = data.batch["attention_mask"], data.batch["response_mask"].shape[1]
-    return attention[:, attention.shape[1] - width :]
+    """Tokens of each row's response [b], also those that do not count: an agent's, and of rows left out."""
+    return response_tokens(data).sum(-1)
 
 
 def batch_metrics(
@@ -199,6 +195,8 @@ def batch_metrics(
     (`counts` [b] False) are in the lengths only, and in `response_length/excluded_rows`.
     `critic/vf_explained_var` is 1 - Var(returns - values) / Var(returns), as verl has it.
     `training/staleness` is how many updates older than `version` the weights are that made each token.
+    A response's length is that of all of its tokens, as verl has it; with an agent `agent/model_tokens` and
+    `agent/observation_tokens` say whose they are.
     """
     mask = data.batch["response_mask"].bool()
     attention = data.batch["attention_mask"]
@@ -213,6 +211,11 @@ def batch_metrics(
         "response_length/clipped": (responses == mask.shape[1]),
         "prompt_length": attention[:, :prompt_width].sum(-1),
     }
+    if "num_turns" in data.batch:
+        series["agent/turns"] = data.batch["num_turns"]
+        series["agent/model_tokens"] = mask.sum(-1)[counts]
+        series["agent/observation_tokens"] = (responses - mask.sum(-1))[counts]
+        series["agent/tool_s"] = data.batch["tool_s"]
     if "values" in data.batch:
         series["critic/values"] = data.batch["values"][mask]
         series["error"] = series["critic/returns"] - series["critic/values"]

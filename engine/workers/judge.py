@@ -65,7 +65,7 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def compute_score(self, data: DataProto) -> DataProto:
-        """Column `rm_scores`, fp32 `[b, R]`: the score at the last response token, 0 elsewhere; and which
+        """Column `rm_scores`, fp32 `[b, R]`: the score at the model's last token, 0 elsewhere; and which
         rows are to be left out: `dropped`, bool `[b]`.
         """
         scored = self.reward.score(data)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rolemesh.engine.algorithms import at_last_token
 from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.response import own_tokens
 from rolemesh.engine.workers.baseline import as_reward, as_samples, prompts_once
 from rolemesh.engine.workers.megatron import MegatronWorker
 from rolemesh.parallel.micro_batches import MicroBatch, response_index
@@ -17,23 +19,26 @@ class RewardWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto | None:
-        """Column `rm_scores`, fp32 `[b, R]`: the score at the last response token, 0 elsewhere."""
-        return self.infer(
-            data, lambda output, micro_batch: {"rm_scores": self.last_token_scores(output, micro_batch)}
-        )
+        """Column `rm_scores`, fp32 `[b, R]`: the score at the model's last token, 0 elsewhere."""
+
+        def score(output: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+            return {"score": self.last_token_scores(output, micro_batch)}
+
+        scored = self.infer(data, score)
+        if scored is None:
+            return None
+        at_last = at_last_token(scored.batch["score"], own_tokens(data).to(scored.batch["score"].device))
+        return DataProto.from_dict({"rm_scores": at_last}, meta_info=scored.meta_info)
 
     def last_token_scores(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Scores at each row's last token, put at its last response column, as fp32 `[m, R]`.
-
-        A row whose response is empty has no column to hold a score and stays 0.
+        """Scores at each row's last token, the model's or an observation's, as fp32 `[m]`; 0 for a row whose
+        response is empty.
         """
         m, width = micro_batch.columns["responses"].shape
-        index = response_index(micro_batch, width)
-        last = index.row.new_full((m,), -1).scatter_reduce(0, index.row, index.column, "amax")
-        rows = torch.nonzero(last >= 0).flatten()
+        rows = response_index(micro_batch, width).row.unique()
         ends = (micro_batch.starts + micro_batch.lengths - 1)[rows]
-        scores = output.new_zeros((m, width), dtype=torch.float32)
-        scores[rows, last[rows]] = self.values_at(output, micro_batch, ends)
+        scores = output.new_zeros(m, dtype=torch.float32)
+        scores[rows] = self.values_at(output, micro_batch, ends)
         return scores
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

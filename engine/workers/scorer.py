@@ -26,7 +26,7 @@ class ScoreWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_score(self, data: DataProto) -> DataProto:
-        """Column `rm_scores`, fp32 `[b, R]`: the score at the last response token, 0 elsewhere.
+        """Column `rm_scores`, fp32 `[b, R]`: the score at the model's last token, 0 elsewhere.
 
         Services also tell which rows are to be left out: `dropped`, bool `[b]`.
         """

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from rolemesh.engine.dispatch import Dispatch, register
 from rolemesh.engine.parts import Part
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.ray.engines import EngineDied, EngineProcess
+from rolemesh.engine.rollout.agent import AgentSpec, Conversations, Tokenizers, fields_of, side_by_side
 from rolemesh.engine.rollout.kept_weights import KeptWeights, WeightKeeper
-from rolemesh.engine.rollout.requests import Rows, Sample
+from rolemesh.engine.rollout.requests import Rows
 from rolemesh.engine.rollout.running import Running
 from rolemesh.engine.rollout.sampling import RolloutError
 from rolemesh.engine.rollout.vllm import EngineSpec
@@ -37,10 +39,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VLLMRolloutSpec:
-    """The engine, and how often one call may replace a replica's by a new one."""
+    """The engine, how often one call may replace a replica's by a new one, and who answers, if any does."""
 
     engine: EngineSpec
     restarts: int = 3
+    agent: AgentSpec | None = None
 
 
 def replica_places(worker: Worker) -> list[str]:
@@ -90,6 +93,9 @@ class VLLMRolloutWorker(Worker):
         self._side = EngineSide(shape, getattr(torch, engine.dtype), self.layout.tp, self.layout.dp)
         self._keeper = WeightKeeper(self._side, self.layout.coords(self.rank).tp)
         if self.leads:
+            if self.spec.agent is not None:
+                self.spec.agent.load()
+                self._tokenizers = Tokenizers.load(self.spec.agent.tokenizer)
             if self.device.type == "cuda":
                 ranks = self.layout.replica(self.layout.coords(self.rank).dp)
                 self._devices = [places[rank] for rank in ranks]
@@ -117,7 +123,8 @@ class VLLMRolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, parts=True, materialize_futures=False)
     def generate_sequences(self, prompts: BatchRef, greedy: bool = False) -> Iterator[Part]:
         """One response per row: the columns of `Rows.columns`, finished rows first. `greedy` takes the
-        likeliest token. Rows of an earlier result that are not finished are continued.
+        likeliest token. Rows of an earlier result that are not finished are continued. With an agent a
+        response is a conversation, see `Conversations.columns`.
         """
         if self.leads:
             yield from self._generate(self.context.fetch(prompts), greedy)
@@ -153,29 +160,35 @@ class VLLMRolloutWorker(Worker):
         enough = max(1, len(batch) // MOST_PARTS)
         running = Running(len(batch) - len(done))
         self.context.notes["running"] = running.points
-        n_cached = n_prompt = self.n_restarts = 0
-        for samples in self._samples(rows):
-            done += [sample.row for sample in samples]
-            running.ended(len(samples))
-            n_cached += sum(sample.n_cached for sample in samples)
-            n_prompt += sum(rows.prompt_lengths[sample.row] for sample in samples)
-            if len(done) >= enough:
-                yield self._part(rows, done)
-                done = []
-        if self.spec.engine.sleeps:
-            self._surely(EngineProcess.sleep)
-        last = self._part(rows, done)
+        self.n_restarts = 0
+        with self._conversations(batch, rows) as talks:
+            for over in self._written(rows) if talks is None else self._talked(talks):
+                done += over
+                running.ended(len(over))
+                if len(done) >= enough:
+                    yield self._part(rows, talks, done)
+                    done = []
+            if self.spec.engine.sleeps:
+                self._surely(EngineProcess.sleep)
+            last = self._part(rows, talks, done)
         last.data.meta_info["metrics"] = {
-            "rollout/prefix_cached_share": n_cached / max(1, n_prompt),
+            "rollout/prefix_cached_share": rows.n_cached / max(1, rows.n_prompt),
             "rollout/engine_restarts": float(self.n_restarts),
         }
         yield last
 
-    def _part(self, rows: Rows, done: list[int]) -> Part:
+    def _part(self, rows: Rows, talks: Conversations | None, done: list[int]) -> Part:
+        if talks is not None:
+            return Part(tuple(done), talks.columns(done))
         return Part(tuple(done), rows.columns(done, partial=self.spec.engine.partial))
 
-    def _samples(self, rows: Rows) -> Iterator[list[Sample]]:
-        """Samples as they end, added to `rows`; where the engine dies another one writes what is missing."""
+    def _conversations(self, batch: DataProto, rows: Rows) -> AbstractContextManager[Conversations | None]:
+        if self.spec.agent is None:
+            return contextlib.nullcontext()
+        return Conversations(self.spec.agent, rows, fields_of(batch), self._tokenizers)
+
+    def _written(self, rows: Rows) -> Iterator[list[int]]:
+        """Rows as they end; where the engine dies another one writes what is missing."""
         open_ = {request.row for request in rows.requests()}
         while open_:
             try:
@@ -183,7 +196,15 @@ class VLLMRolloutWorker(Worker):
                     for sample in samples:
                         rows.add(sample)
                         open_.discard(sample.row)
-                    yield samples
+                    yield [sample.row for sample in samples]
+            except EngineDied as error:
+                self._replace(error)
+
+    def _talked(self, talks: Conversations) -> Iterator[list[int]]:
+        """Rows as their conversations end; another engine takes up those of one that dies."""
+        while talks.open:
+            try:
+                yield from side_by_side(talks, self._live)
             except EngineDied as error:
                 self._replace(error)
 

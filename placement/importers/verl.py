@@ -47,7 +47,7 @@ _REASONS: tuple[Reason, ...] = (
     (r"checkpoint|resume|ckpt|hdfs", "a checkpoint always holds everything, on a shared disk", True),
     (r"^ray_kwargs|nccl_timeout|ray_wait", "Ray is started by the run, with run.timeout_s", True),
     (r"^hydra\.|^--|^config[-_]", "hydra's own", True),
-    (r"multi_turn|agent|tool_config|interaction", "several turns and tools are not in this version", False),
+    (r"multi_turn|agent|tool_config|interaction", "several turns and tools: see rollout.agent", False),
     (r"use_remove_padding|balance_batch|use_dynamic_bsz", "always so here", True),
     (r"micro_batch_size$", "deprecated in verl: per GPU or in tokens", True),
     (rf"^{_ROLLOUT}\.log_prob_", "the actor computes them, in its own micro-batches", True),

@@ -12,7 +12,9 @@ KlIn = Literal["reward", "loss"]
 
 TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
 SEQUENCES = TOKENS | {"responses", "response_mask"}
-INPUTS = TOKENS | {"row_ids", "uid", "raw_prompt", "data_source", "reward_model", "extra_info"}
+FIELDS = frozenset({"raw_prompt", "data_source", "reward_model", "extra_info"})
+INPUTS = TOKENS | FIELDS | {"row_ids", "uid"}
+TALKS = frozenset({"num_turns", "tool_s"})
 
 GENERATE = Operation(
     "generate",
@@ -114,6 +116,21 @@ def reference_operations(
     if kl_in not in ("reward", "loss", None):
         raise GraphError(f"kl_in is 'reward', 'loss' or None, got {kl_in!r}")
     return (replace(REF_LOG_PROB, takes=takes),) if reference or kl_in else ()
+
+
+def with_agent(graph: StepGraph) -> StepGraph:
+    """The step whose responses are conversations with an agent: it gets what the data set says of a row, and
+    tells the model's turns and its own seconds.
+    """
+
+    def of_agent(operation: Operation) -> Operation:
+        if operation.name == GENERATE.name:
+            return replace(operation, reads=operation.reads | FIELDS, writes=operation.writes | TALKS)
+        if operation.method in ("compute_score", "compute_advantage"):
+            return replace(operation, reads=operation.reads | TALKS)
+        return operation
+
+    return replace(graph, operations=tuple(of_agent(operation) for operation in graph.operations))
 
 
 def reference_of_actor(graph: StepGraph) -> StepGraph:

@@ -128,6 +128,8 @@ CHANGES = {
     "ref.token_env": "NO_SUCH_VARIABLE",
     "ref.token_file": "no_such_file",
     "rollout.memory_share": "0.4",
+    "rollout.agent": "own.py:Agent",
+    **{f"{role}.worker": "own.py:Worker" for role in ("actor", "critic", "ref", "reward", "rollout")},
     "placement.plan": "none.yaml",
     **{f"placement.pin.{strength}": "[actor sideways]" for strength in ("must", "prefer", "avoid")},
     "placement.pools.NAME.roles": "[actor, rollout]",
@@ -146,6 +148,7 @@ WITH = {
     "reward.parts.NAME.kind": ["reward.parts.NAME.path=null"],
     "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
     "rollout.partial_share": ["rollout.partial=true"],
+    **{f"rollout.{name}": ["rollout.agent=own.py:Agent"] for name in ("agent_turns", "agent_timeout_s")},
     "run.keep_last": ["run.save_every=2"],
     "run.env": [
         "run.device=auto",
@@ -207,6 +210,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [{"prompt": text * 3, "text": text} for text in texts]
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (root / "algo.py").write_text("")
+    (root / "own.py").write_text("class Agent: ...\nclass Worker: ...\n")
     (root / "reward.py").write_text("def compute_score(**_):\n    return 0.0\n")
     return root
 

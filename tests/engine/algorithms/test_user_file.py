@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rolemesh.engine.algorithms import (
-    AlgorithmFileError,
     advantage_estimator,
     get_policy_loss_fn,
     load_algorithm_file,
 )
+from rolemesh.engine.user_file import UserFileError
 from rolemesh.kernels import LossDenominators
 from rolemesh.placement.steps import step_graph
 
@@ -42,13 +42,13 @@ def test_a_file_registers_its_names_once(tmp_path: Path):
 
 
 def test_a_file_that_cannot_be_loaded_is_named_with_the_reason(tmp_path: Path):
-    with pytest.raises(AlgorithmFileError, match=r"no file .*none\.py"):
+    with pytest.raises(UserFileError, match=r"no file .*none\.py"):
         load_algorithm_file(str(tmp_path / "none.py"))
     (tmp_path / "text.txt").write_text("")
-    with pytest.raises(AlgorithmFileError, match="is not a Python file"):
+    with pytest.raises(UserFileError, match="is not a Python file"):
         load_algorithm_file(str(tmp_path / "text.txt"))
     (tmp_path / "broken.py").write_text("1 / 0")
-    with pytest.raises(AlgorithmFileError, match=r"broken\.py failed: ZeroDivisionError"):
+    with pytest.raises(UserFileError, match=r"broken\.py failed: ZeroDivisionError"):
         load_algorithm_file(str(tmp_path / "broken.py"))
 
 

@@ -8,9 +8,10 @@ from judged import TOKENIZER, batch, judge, scores
 from ollama_server import ollama
 
 from rolemesh.engine.protocol import DataProto
+from rolemesh.engine.response import response_tokens
 from rolemesh.engine.rewards.composite import CompositeReward, Part
 from rolemesh.engine.rewards.failure import FailurePolicy
-from rolemesh.engine.rewards.function import FunctionReward, at_last_token, response_tokens
+from rolemesh.engine.rewards.function import FunctionReward, at_last_token
 from rolemesh.engine.rewards.pool import RewardError
 
 

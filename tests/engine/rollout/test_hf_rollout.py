@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import RolloutError, SamplingOptions
+from rolemesh.engine.rollout.agent import AgentSpec, Conversations, Tokenizers, in_turns
 from rolemesh.engine.rollout.hf import HFRollout
-from tests.tiny import tiny_checkpoint, tiny_config, tiny_model
+from rolemesh.engine.rollout.requests import Rows
+from tests.tiny import char_tokenizer, tiny_checkpoint, tiny_config, tiny_model
 
 OPTIONS = SamplingOptions(max_response_tokens=12, eos_ids=(2,), pad_id=0, seed=7)
 
@@ -247,3 +249,50 @@ def test_weights_that_do_not_cover_the_model_are_refused_by_name(
 def test_options_out_of_range_are_refused(wrong: dict) -> None:
     with pytest.raises(RolloutError, match=next(iter(wrong))):
         replace(OPTIONS, **wrong)
+
+
+class Answers:
+    """Puts tokens behind each turn but the third."""
+
+    ANSWER = (5, 6, 7)
+
+    def __init__(self, row: dict, tokenizer: object) -> None:
+        self.turns = 0
+
+    def step(self, token_ids: list[int], text: str) -> list[int] | None:
+        self.turns += 1
+        return None if self.turns == 3 else list(self.ANSWER)
+
+
+def test_conversations_have_the_log_probs_of_the_policy_that_reads_all_of_them(
+    engine: HFRollout, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgentSpec, "load", lambda spec: Answers)
+    options = replace(OPTIONS, max_response_tokens=40, eos_ids=(2, *range(8, 16)))
+    data = left_padded_prompts([7, 1, 4, 3])
+
+    def conversed(data: DataProto, options: SamplingOptions) -> DataProto:
+        rows, fields = Rows(data, options), [{}] * len(data)
+        tokenizers = Tokenizers(char_tokenizer(32), char_tokenizer(32))
+        with Conversations(AgentSpec("a.py:A", ""), rows, fields, tokenizers) as talks:
+            list(in_turns(talks, lambda requests: engine.write(requests, options, version=4)))
+            return talks.columns(range(len(data)))
+
+    output = conversed(data, options)
+    batch = output.batch
+    assert (batch["num_turns"] > 1).any()
+    for row in range(4):
+        own, there = batch["response_mask"][row].bool(), batch["attention_mask"][row].bool()
+        tokens = batch["input_ids"][row][there]
+        with torch.no_grad():
+            log_probs = model(tokens[None]).logits[0].log_softmax(-1)
+        of_all = log_probs[:-1].gather(-1, tokens[1:, None]).squeeze(-1)[-int(there[7:].sum()) :]
+        torch.testing.assert_close(
+            batch["rollout_log_probs"][row][own], of_all[own[there[7:]]], atol=1e-5, rtol=0
+        )
+        assert (batch["weight_versions"][row] == torch.where(own, 4, -1)).all()
+    plain = engine.generate(data, options).batch["responses"]
+    assert torch.equal(batch["responses"][:, 0], plain[:, 0])  # turns draw as responses do
+    few = replace(options, max_batch_tokens=1)  # a row at a time
+    assert torch.equal(conversed(data[1:3], few).batch["responses"], batch["responses"][1:3])
+    assert not torch.equal(conversed(data, replace(options, seed=8)).batch["responses"], batch["responses"])

@@ -83,3 +83,15 @@ def test_no_rows_make_no_requests_and_columns_of_no_rows():
     assert {n: (c.dtype, c.shape[1:]) for n, c in none.batch.items()} == {
         n: (c.dtype, c.shape[1:]) for n, c in some.batch.items()
     }
+
+
+def test_a_response_with_observations_is_continued_after_them():
+    rows = Rows(prompts(), OPTIONS)
+    rows.add(sample(0, [20, 2], version=3))
+    assert rows.observe(0, [40, 41])
+    begun = rows.columns([0])
+    assert begun.batch["response_mask"].tolist() == [[1, 1, 0, 0, 0, 0]]
+    begun.batch["row_ids"] = prompts().batch["row_ids"][:1]
+    (request,) = Rows(begun, OPTIONS).requests()
+    assert request.token_ids.tolist() == [12, 13, 20, 2, 40, 41]
+    assert (request.max_tokens, request.seed) == (2, row_seed(7, 5, 4))

@@ -3,6 +3,7 @@
 import importlib.util
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -13,11 +14,12 @@ import pytest
 import torch
 from kept import engine_side, keep
 from safetensors.torch import load_file
-from tiny import tiny_checkpoint, tiny_config, tiny_model
+from tiny import char_tokenizer, tiny_checkpoint, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import RolloutError, SamplingOptions
+from rolemesh.engine.rollout.agent import AgentSpec, Conversations, Tokenizers, side_by_side
 from rolemesh.engine.rollout.requests import Rows, Sample
 from rolemesh.engine.rollout.vllm import EngineSpec, VLLMEngine
 from rolemesh.parallel.weights.pieces import HfTensor
@@ -337,3 +339,64 @@ def written_by_two(path: Path) -> torch.Tensor:
     keepers = keep(side(engine), load_file(path / "model.safetensors"))
     engine.load_weights([keeper.weights for keeper in keepers], 0)
     return write(engine, batch([40, 9, 70], 80), do_sample=False).batch["responses"]
+
+
+class Counts:
+    """Answers the first turns of each row with tokens of its own; row 0 answers when row 1 is over."""
+
+    ANSWER = (30, 31, 32)
+
+    def __init__(self, row: dict[str, Any], tokenizer: Any) -> None:
+        self.row, self.seen = row["extra_info"]["index"], row["extra_info"]["seen"]
+
+    def step(self, token_ids: list[int], text: str) -> list[int] | None:
+        self.seen += token_ids
+        turns = self.seen.count(30) + 1
+        if self.row == 0 and turns == 1:
+            assert OVER.wait(60)
+        if turns == 3:
+            if self.row == 1:
+                OVER.set()
+            return None
+        self.seen += self.ANSWER
+        return list(self.ANSWER)
+
+
+OVER = threading.Event()
+
+
+def conversed(engine: VLLMEngine, data: DataProto, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """The conversations of all rows, and the rows in the order of their ends."""
+    monkeypatch.setattr(AgentSpec, "load", lambda spec: Counts)
+    OVER.clear()
+    fields = [{"extra_info": {"index": row, "seen": []}} for row in range(len(data))]
+    rows = Rows(data, replace(OPTIONS, max_response_tokens=72))
+    tokenizers = Tokenizers(char_tokenizer(), char_tokenizer())
+    with Conversations(AgentSpec("a.py:A", ""), rows, fields, tokenizers) as talks:
+        ends = [row for over in side_by_side(talks, engine) for row in over]
+    return talks, ends
+
+
+def test_a_slow_tool_holds_no_other_conversation_and_every_token_is_one_that_was_seen(
+    engine: VLLMEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+):
+    data = batch([60, 40, 50])
+    talks, ends = conversed(engine, data, monkeypatch)
+    assert ends.index(1) < ends.index(0)
+    output = talks.columns([0, 1, 2])
+    assert (output.batch["num_turns"] > 1).all()
+    for row in range(3):
+        own, there = (output.batch[name][row].bool() for name in ("response_mask", "attention_mask"))
+        response = output.batch["responses"][row][there[112:]].tolist()
+        seen = talks.fields[row]["extra_info"]["seen"]
+        assert response[: len(seen)] == seen  # a turn that fills the response is not answered
+        assert not torch.isin(output.batch["responses"][row][own], torch.tensor(Counts.ANSWER)).any()
+        tokens = output.batch["input_ids"][row][there]
+        with torch.no_grad():
+            log_probs = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        of_all = log_probs[:-1].gather(-1, tokens[1:, None]).squeeze(-1)[-len(response) :]
+        of_own = of_all[own[there[112:]].nonzero().flatten()]
+        torch.testing.assert_close(output.batch["rollout_log_probs"][row][own], of_own, atol=1e-4, rtol=0)
+    assert talks.rows.n_cached > 0  # a turn goes on from what the engine has computed
+    again, _ = conversed(engine, data, monkeypatch)
+    assert torch.equal(again.columns([0, 1, 2]).batch["responses"], output.batch["responses"])

@@ -78,7 +78,12 @@ def test_actor_and_reference_score_responses_as_hugging_face_does(policy, layout
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_reward_model_scores_the_last_token_as_hugging_face_does(scorer, layout):
+    """The score is put on the last token that the model wrote, also where it has read one more."""
     data = batch()
+    mask, lengths = data.batch["response_mask"], data.batch["response_mask"].sum(-1)
+    longer = lengths >= 2
+    assert longer.any()
+    mask[longer, lengths[longer] - 1] = 0
     model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
     spec = RoleSpec(scorer, "value", micro_batch_tokens=24)
     scores = gathered(layout, RewardWorker, spec, data, "compute_rm_score").batch["rm_scores"]

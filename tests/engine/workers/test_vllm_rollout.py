@@ -28,6 +28,7 @@ from rolemesh.engine.ray.cluster import local_cluster
 from rolemesh.engine.ray.pools import ResourcePool
 from rolemesh.engine.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from rolemesh.engine.rollout import SamplingOptions
+from rolemesh.engine.rollout.agent import AgentSpec
 from rolemesh.engine.rollout.vllm import EngineSpec
 from rolemesh.engine.workers.actor import ActorWorker, PolicyLoss
 from rolemesh.engine.workers.megatron import RoleSpec
@@ -272,3 +273,51 @@ def test_an_engine_over_two_devices_writes_what_one_on_a_single_device_writes(
     again = wide.generate_sequences(prompts(12), greedy=True)
     assert torch.equal(again.batch["responses"], two.batch["responses"])
     assert again.meta_info["metrics"]["rollout/engine_restarts"] == [1]
+
+
+AGENT = """
+import os, signal, time
+
+class Agent:
+    def __init__(self, row, tokenizer):
+        self.turns = 0
+
+    def step(self, token_ids, text):
+        self.turns += 1
+        if self.turns == 2:
+            return None
+        if os.path.exists(victim := __file__ + ".victim"):
+            pid = int(open(victim).read())
+            os.remove(victim)
+            os.kill(pid, signal.SIGKILL)
+        return [30, 31, 32]
+"""
+
+
+@pytest.mark.slow
+def test_conversations_go_on_with_the_engine_that_takes_the_place_of_a_dead_one(
+    pool: ResourcePool, actor: RayWorkerGroup, checkpoint: str, tmp_path: Path
+):
+    (tmp_path / "agent.py").write_text(AGENT)
+    talking = VLLMRolloutSpec(
+        replace(
+            spec(checkpoint).engine, partial=False, sampling=replace(OPTIONS, eos_ids=(2, *range(50, 60)))
+        ),
+        restarts=1,
+        agent=AgentSpec(f"{tmp_path}/agent.py:Agent", checkpoint),
+    )
+    group = rollout_group(pool, Layout(dp=2), "talking", talking)
+    group.load_weights(actor.export_weights(), version=2)
+    whole = group.generate_sequences(prompts(24))
+    mask = whole.batch["response_mask"].bool()
+    scored = actor.compute_log_prob(whole)
+    gap = (whole.batch["rollout_log_probs"] - scored.batch["old_log_probs"])[mask]
+    assert gap.abs().max() < 1e-4
+    assert whole.batch["num_turns"].max() == 2
+    between = whole.batch["attention_mask"][:, WIDTH:].bool() & ~mask
+    assert set(whole.batch["responses"][between].tolist()) == {30, 31, 32}
+    (tmp_path / "agent.py.victim").write_text(str(group.ask("engine_pid")[0]))
+    again = group.generate_sequences(prompts(24))
+    assert again.meta_info["metrics"]["rollout/engine_restarts"] in ([0, 1], [1, 0])
+    for name in ("responses", "response_mask", "weight_versions", "num_turns"):
+        assert torch.equal(again.batch[name], whole.batch[name]), name
