@@ -69,6 +69,10 @@ def test_exit_codes_tell_a_bad_recipe_from_one_that_does_not_fit():
     assert code == 2, said
     code, said = rolemesh("plan", RECIPE, *fixed, "--pin", "actor sideways")
     assert code == 2, said
+    code, said = rolemesh("plan", RECIPE, "--cluster", "0xh100-80x8")
+    assert (code, "has no devices" in said) == (2, True), said
+    code, said = rolemesh("plan", RECIPE, "actor.path=models/llama-71b")
+    assert (code, "actor.path is " in said, "did you mean llama-70b?" in said) == (2, True, True), said
 
 
 def test_lengths_of_a_run_take_the_place_of_the_recipes(tmp_path: Path):
