@@ -308,7 +308,7 @@ def doctor(
         str, typer.Option(help="Look at this Ray cluster instead of starting a local one.")
     ] = "",
 ) -> int:
-    """Run what a run needs here (kernels, links, memory, limits, Ray) and say what is broken, with the fix."""
+    """Run what a run needs here (kernels, links, memory, limits, Ray) and say what is broken, with a fix."""
     from rolemesh.launch.doctor import examine
 
     report = examine(address or None)

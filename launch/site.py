@@ -58,7 +58,9 @@ class Site(Section):
     mounts: tuple[str, ...] = key((), "Folders that the container sees, as FROM:TO.")
     interface: str | None = key(None, "Network interface of Ray and the ranks.", shown="that of the route")
     gpus_per_node: int = key(8, "GPUs of a node, where the recipe has no cluster.per_node.", at_least=1)
-    python: str = key("python", "The Python that rolemesh is installed for.")
+    python: str | None = key(
+        None, "The Python that rolemesh is installed for.", shown="that of the launch; in a container python"
+    )
     env: dict[str, str] = key({}, "Variables to set. Secrets stand in your shell, named by `forward`.")
     forward: tuple[str, ...] = key((), "More variables of your shell to take along: names or patterns.")
     slurm: SlurmSite = key(SlurmSite, "For `launch slurm`.")

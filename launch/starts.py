@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class Job:
     @property
     def sets(self) -> dict[str, str]:
         """Variables that are set, whatever the user's shell has; none of them is a secret."""
-        own = {"PYTHON": self.site.python}
+        own = {"PYTHON": self.site.python or ("python" if self.container else sys.executable)}
         if self.site.interface:
             own[INTERFACE] = self.site.interface
         return {**own, **self.site.env}

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -25,6 +26,7 @@ reward: reward.py:compute_score
 """
 SECRET = "s3cret-value-of-a-token"
 SITE = """
+python: python
 interface: ib0
 env: {NCCL_IB_HCA: mlx5}
 forward: ["AWS_*"]
@@ -148,6 +150,14 @@ def test_a_container_sees_the_recipe_where_its_folder_is_mounted(folder, runtime
     code, _, said = launch("slurm", "recipe.yaml", "--container", "img:1", "--dry-run")
     assert code == 2
     assert f"{folder}/recipe.yaml would not be there in the run, which sees /data" in said
+
+
+def test_a_job_runs_with_the_python_that_launched_it_and_a_container_with_its_own(folder):
+    (folder / "site.yaml").write_text(f"mounts: ['{folder}:/work']")
+    _, script, _ = launch("slurm", "recipe.yaml", "--dry-run")
+    assert f"\nexport PYTHON={sys.executable}\n" in script
+    _, script, _ = launch("slurm", "recipe.yaml", "--container", "img:1", "--dry-run")
+    assert "\nexport PYTHON=python\n" in script
 
 
 def test_a_job_that_starts_again_says_so_to_slurm(folder):
