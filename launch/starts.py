@@ -139,7 +139,7 @@ def torchrun_command(job: Job, rank: int, endpoint: str, run_id: str) -> tuple[d
     Raises RecipeError for an endpoint that is none.
     """
     host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise RecipeError(
             f"--endpoint {endpoint}: write HOST:PORT, an address of node 0 and a free port there"
         )
