@@ -42,7 +42,7 @@ def graph_of(recipe: Recipe) -> StepGraph:
         reward=recipe.reward.kind,
         kl_in=kl_in,
         reward_takes="groups" if needs_groups(recipe.reward) else "rows",
-        ref_takes="rows" if recipe.ref.kind == "remote" else "batch",
+        ref_takes="rows" if recipe.ref.kind == "remote" or recipe.ref.stream else "batch",
         **features,
     )
     return reference_of_actor(graph) if recipe.ref.kind == "actor" else graph
