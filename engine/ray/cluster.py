@@ -97,8 +97,8 @@ def _start_in_words(session: Path) -> Iterator[None]:
         free = psutil.virtual_memory().available / 2**30
         raise RayStartError(
             f"Ray has not started within its 30 s: this machine is busy (load {os.getloadavg()[0]:.1f} on "
-            f"{os.cpu_count()} cores, {free:.1f} GiB of memory free), or the disk of {session} is slow. Try again "
-            "when there is less to do, or set run.temp_dir"
+            f"{os.cpu_count()} cores, {free:.1f} GiB of memory free), or the disk of {session} is slow. Try "
+            "again when there is less to do, or set run.temp_dir"
         ) from error
 
 
