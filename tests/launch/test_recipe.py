@@ -138,7 +138,8 @@ def test_a_key_that_another_makes_useless_is_an_error(text: str, override: str, 
 
 
 def test_a_reference_that_streams_takes_rows():
-    apart = f"{GRPO}placement: {{pools: {{a: {{roles: [actor, rollout], devices: 1}}, b: {{roles: [ref], devices: 1}}}}}}\n"
+    pools = "{a: {roles: [actor, rollout], devices: 1}, b: {roles: [ref], devices: 1}}"
+    apart = f"{GRPO}placement: {{pools: {pools}}}\n"
     said = ("algorithm.kl.in=loss", "ref.stream=true")
     assert graph_of(parse(apart, *said))["ref_log_prob"].takes == "rows"
     assert graph_of(parse(apart, said[0]))["ref_log_prob"].takes == "batch"
