@@ -120,7 +120,7 @@ def misfits_in_words(points: Sequence[CountPoint]) -> str:
         if nothing_fits:
             mine = list(group)
             said.append(f"on {', '.join(str(p.devices) for p in mine)} devices: {mine[-1].misfit}")
-    return f"Nothing fits {'; '.join(said)}" if said else ""
+    return f"None of these strategies fits {'; '.join(said)}" if said else ""
 
 
 def _misfits(points: Sequence[CountPoint], x: Callable[[float], float]) -> list[str]:

@@ -183,7 +183,10 @@ def test_no_line_crosses_what_does_not_fit_and_who_has_no_plan_is_not_overtaken(
     chart = device_counts_chart(points)
     lines = [line["points"].count(",") for line in shapes(chart, "polyline")]
     assert max(lines) == 1
-    assert misfits_in_words(points) == "Nothing fits on 8 devices: too small; on 24 devices: two types"
+    assert (
+        misfits_in_words(points)
+        == "None of these strategies fits on 8 devices: too small; on 24 devices: two types"
+    )
     assert misfits_in_words(points[1:2]) == ""
 
 
