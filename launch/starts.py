@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -23,6 +24,7 @@ SBATCH, RAYJOB = FOLDER / "slurm/train.sbatch", FOLDER / "k8s/rayjob.yaml"
 TORCHRUN = FOLDER / "scripts/torchrun.sh"
 _SETTINGS = "# settings\n"
 _IMAGE = "rolemesh:latest"
+_TERM_S = 600  # before a job's end Slurm sends SIGTERM, as train.sbatch asks
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ def slurm_script(job: Job) -> str:
         for name in ("account", "partition", "qos", "constraint", "time")
         if (value := getattr(slurm, name)) is not None
     }
+    if slurm.time is not None and (seconds := _seconds(slurm.time)) < 4 * _TERM_S:
+        options["signal"] = (
+            f"TERM@{seconds // 4}"  # ten minutes before a short job's end is before its first step
+        )
     options["gpus-per-node"] = None if job.on_cpu else str(job.devices)
     more = [*slurm.options, *(["--requeue", "--open-mode=append"] if job.requeue else [])]
     settings = [f"set -- {shlex.join(job.arguments(job.mounts))}"]
@@ -105,6 +111,19 @@ def slurm_script(job: Job) -> str:
     for option in more:
         text = _directive(text, *option.partition("=")[::2])
     return text.replace(_SETTINGS, "".join(f"{line}\n" for line in settings), 1)
+
+
+def _seconds(time: str) -> float:
+    """What Slurm's MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS and DAYS-HOURS[:MINUTES[:SECONDS]] are."""
+    if time.upper() == "UNLIMITED":
+        return math.inf
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts]}.get(len(parts), parts)
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _directive(text: str, name: str, value: str | None) -> str:

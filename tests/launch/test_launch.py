@@ -186,8 +186,19 @@ def test_a_wall_time_is_read_as_it_stands(folder):
     code, script, told = launch("slurm", "recipe.yaml", "--dry-run")
     assert code == 0, told
     assert "#SBATCH --time=12:00:00\n" in script
+    assert "#SBATCH --signal=TERM@600\n" in script
     assert "#SBATCH --gpus-per-node=4\n" in script
     assert "\nexport A=1\n" in script
+
+
+@pytest.mark.parametrize(
+    ("time", "before_s"),
+    [("10", 150), ("10:30", 157), ("0:20:00", 300), ("0-1", 600), ("1-0:10:00", 600), ("UNLIMITED", 600)],
+)
+def test_a_short_job_gets_its_sigterm_in_its_last_quarter(folder, time, before_s):
+    (folder / "site.yaml").write_text(f"slurm: {{time: '{time}'}}")
+    _, script, _ = launch("slurm", "recipe.yaml", "--dry-run")
+    assert f"#SBATCH --signal=TERM@{before_s}\n" in script
 
 
 def test_a_job_that_starts_again_says_so_to_slurm(folder):
