@@ -116,8 +116,13 @@ def _memory(
 
 
 def _nothing_overlaps(recipe: Recipe, plan: PlacementPlan) -> Iterator[str]:
-    """Staleness that buys nothing."""
+    """Staleness, or a reference that streams, that buys nothing."""
     pool = plan.pool_of("rollout")
+    if recipe.has_ref and recipe.ref.stream and "ref" in pool.roles:
+        yield (
+            f"ref.stream is true, but rollout and ref take turns on pool {pool.name}: nothing overlaps; give "
+            "the reference a pool of its own"
+        )
     if recipe.schedule.staleness and "actor" in pool.roles:
         yield (
             f"schedule.staleness is {recipe.schedule.staleness}, but rollout and actor take turns on pool "

@@ -231,6 +231,9 @@ def plan_of_recipe(
     from rolemesh.launch import plan_command
     from rolemesh.launch.config import load_recipe
 
+    for file in (out, html):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)  # a search of a minute is not to end without it
     if system:
         text = plan_command.imported(system, recipe_path, overrides or [])
         print(text)
@@ -308,7 +311,7 @@ def doctor(
         str, typer.Option(help="Look at this Ray cluster instead of starting a local one.")
     ] = "",
 ) -> int:
-    """Print what is installed, what megatron-core will use, the devices and Ray's view of them."""
+    """Run what a run needs here (kernels, links, memory, limits, Ray) and say what is broken, with a fix."""
     from rolemesh.launch.doctor import examine
 
     report = examine(address or None)

@@ -271,6 +271,10 @@ def _filled(recipe: Recipe, name: str) -> Recipe:
 
 
 def _reward_kind(reward: Reward) -> RewardKind:
+    if reward.kind == "model" and reward.path and FUNCTION_PATH.search(reward.path):
+        raise RecipeError(
+            f"reward.path is {reward.path}, a function, but reward.kind is model: leave kind out"
+        )
     if reward.kind is not None:
         return reward.kind
     return "function" if reward.path and FUNCTION_PATH.search(reward.path) else "model"

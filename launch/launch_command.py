@@ -87,9 +87,13 @@ def preflight(
 
     `elsewhere`: the run's packages are not this machine's, so that what is missing here is no problem.
     """
-    from rolemesh.launch.check import check_recipe
-    from rolemesh.launch.checkpoints import read_shapes
-    from rolemesh.launch.preflight import checkpoint_rows, trained_numbers
+    try:
+        from rolemesh.launch.check import check_recipe
+        from rolemesh.launch.checkpoints import read_shapes
+        from rolemesh.launch.preflight import checkpoint_rows, trained_numbers
+    except ModuleNotFoundError as error:
+        error.add_note("from a machine with the planner alone, launch with --no-check")
+        raise
 
     settled = [f"cluster.nodes={asked.nodes}"]
     if not _on_cpu(recipe):

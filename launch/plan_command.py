@@ -17,7 +17,7 @@ from rolemesh.launch.pictures.cells import rows_of
 from rolemesh.launch.plan import PLANNING_ERRORS, expected_cluster, not_runnable, plan_on, read_plan_file
 from rolemesh.launch.plan_choice import TIE, best_plans
 from rolemesh.launch.plan_html import map_page, plan_page
-from rolemesh.launch.plan_notes import assumed_lengths, length_overrides, pin_overrides, profile_sources
+from rolemesh.launch.plan_notes import assumed_lengths, length_overrides, profile_sources, with_pins
 from rolemesh.launch.plan_view import planned_step, view_of
 from rolemesh.launch.pricing import priced
 from rolemesh.launch.request import pins_of, request_of
@@ -68,7 +68,8 @@ def plan_recipe(
 
     Raises RecipeError, and of those InfeasibleError where the recipe is in order and does not fit.
     """
-    recipe = load_recipe(path, [*overrides, *pin_overrides(pins), *length_overrides(lengths_from)])
+    lengths = length_overrides(lengths_from)
+    recipe = with_pins(lambda pinned: load_recipe(path, [*overrides, *pinned, *lengths]), pins)
     shapes, notes = read_shapes(recipe)
     runnable = not any_software
     try:

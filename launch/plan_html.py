@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rolemesh.launch import html
 from rolemesh.launch.pictures.cells import rows_of
-from rolemesh.launch.pictures.device_counts import crossovers, device_counts_chart
+from rolemesh.launch.pictures.device_counts import crossovers, device_counts_chart, misfits_in_words
 from rolemesh.launch.pictures.memory_step import memory_step
 from rolemesh.launch.pictures.placement_map import (
     flows_chart,
@@ -138,10 +138,8 @@ def _counts(view: PlanView) -> html.Markup:
         for one, other, old, new in crossovers(view.counts)
     ]
     said = "; ".join(found) or "no strategy overtakes another between these numbers of devices"
-    misfits = [point for point in view.counts if point.misfit and not point.rates]
-    if misfits:
-        at = ", ".join(str(point.devices) for point in misfits)
-        said += f". Nothing fits on {at} devices: {misfits[-1].misfit}"
+    misfits = misfits_in_words(view.counts)
+    said += f". {misfits}" if misfits else ""
     chart = device_counts_chart(view.counts)
     return html.section(
         "Tokens per second and device over numbers of devices", html.legend(chosen), html.figure(chart, said)

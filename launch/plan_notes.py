@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -16,11 +16,17 @@ from rolemesh.placement.plan import PlacementPlan
 METRICS, MEAN, LARGEST = "metrics.jsonl", "response_length/mean", "response_length/max"
 
 
-def pin_overrides(pins: Sequence[str]) -> list[str]:
-    """Overrides for `--pin`: a dotted key with its value as it is, a placement as `placement.pin.must`."""
+def with_pins(load: Callable[[Sequence[str]], Recipe], pins: Sequence[str]) -> Recipe:
+    """The recipe that `load` makes of overrides, with those of `--pin`: a dotted key with its value as it is,
+    a placement beside the recipe's own `placement.pin.must`.
+    """
     keys = [pin for pin in pins if "=" in pin and "." in pin.partition("=")[0] and " " not in pin.strip()]
     placements = [pin for pin in pins if pin not in keys]
-    return [*keys, *([f"placement.pin.must={json.dumps(placements)}"] if placements else [])]
+    recipe = load(keys)
+    if not placements:
+        return recipe
+    must = json.dumps([*recipe.placement.pin.must, *placements])
+    return load([*keys, f"placement.pin.must={must}"])
 
 
 def length_overrides(run: Path | None) -> list[str]:
@@ -35,7 +41,7 @@ def length_overrides(run: Path | None) -> list[str]:
     except OSError as error:
         raise RecipeError(f"--lengths-from {run}: no {METRICS} there: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        raise RecipeError(f"--lengths-from {run}: {METRICS}: {error}") from error
+        raise RecipeError(f"--lengths-from {run}: {METRICS} has a line that is no JSON: {error}") from error
     measured = [(step[MEAN], step[LARGEST]) for step in steps if MEAN in step and LARGEST in step]
     if not measured:
         raise RecipeError(f"--lengths-from {run}: no step in {METRICS} has {MEAN} and {LARGEST}")

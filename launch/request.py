@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +17,7 @@ from rolemesh.launch.schema import Recipe
 from rolemesh.launch.service_keys import Speed
 from rolemesh.placement.cluster import ClusterSpec
 from rolemesh.placement.graph import StepGraph
+from rolemesh.placement.known_models import known_names
 from rolemesh.placement.lengths import Fixed, Lengths
 from rolemesh.placement.model import ModelShape
 from rolemesh.placement.roles import PlanRequest, Questions, RoleRequest
@@ -39,7 +42,7 @@ def graph_of(recipe: Recipe) -> StepGraph:
         reward=recipe.reward.kind,
         kl_in=kl_in,
         reward_takes="groups" if needs_groups(recipe.reward) else "rows",
-        ref_takes="rows" if recipe.ref.kind == "remote" else "batch",
+        ref_takes="rows" if recipe.ref.kind == "remote" or recipe.ref.stream else "batch",
         **features,
     )
     graph = with_agent(graph) if recipe.rollout.agent else graph
@@ -79,7 +82,7 @@ def request_of(
     Raises RecipeError for a role whose model is not known.
     """
     if missing := [role for role in recipe.roles if role != "rollout" and role not in shapes]:
-        raise RecipeError(f"the planner needs the config.json of every model: {', '.join(missing)} has none")
+        raise RecipeError(_without_model({role: Path(getattr(recipe, role).path) for role in missing}))
     return PlanRequest(
         graph_of(recipe),
         {role: _role(recipe, role, shapes, defaults) for role in recipe.roles},
@@ -96,6 +99,17 @@ def _stated_speeds(recipe: Recipe) -> dict[str, Remote]:
     sections = {"reward": recipe.reward.speed, "ref_log_prob": recipe.ref.speed}
     said = {name: speed for name, speed in sections.items() if speed != Speed()}
     return {name: Remote(speed.latency_s, speed.samples_per_s or math.inf) for name, speed in said.items()}
+
+
+def _without_model(paths: Mapping[str, Path]) -> str:
+    """What to say of roles whose models are not there, with the nearest built-in name of each."""
+    said, names = ", ".join(f"{role}.path is {path}" for role, path in paths.items()), known_names()
+    near = {n for path in paths.values() for n in difflib.get_close_matches(path.name.lower(), names, 1)}
+    meant = f"; did you mean {' and '.join(sorted(near))}?" if near else ""
+    return (
+        f"no config.json for the planner: {said}. Give a folder that has one, or a built-in shape: "
+        f"{', '.join(names)}{meant}"
+    )
 
 
 def _role(recipe: Recipe, role: str, shapes: Mapping[str, ModelShape], defaults: bool) -> RoleRequest:

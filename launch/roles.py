@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -213,7 +212,6 @@ class Ref(Section):
     """The frozen reference policy, present when algorithm.kl.in is not none."""
 
     scalar: ClassVar[str] = "path"
-    later_keys: ClassVar[Mapping[str, str]] = {"stream": "the reference scores whole batches"}
 
     kind: Literal["model", "remote", "actor"] | None = key(
         None,
@@ -227,6 +225,11 @@ class Ref(Section):
     micro_batch_tokens: int | None = micro_batch_tokens_key()
     offload: bool = offload_key("actor_rollout_ref.ref.megatron.param_offload")
     worker: str | None = worker_key("RefWorker (model)")
+    stream: bool = key(
+        False,
+        "Score samples as they are finished, while others are generated: for a reference on another pool "
+        "than the rollout's (model; a remote one always does).",
+    )
     endpoints: tuple[str, ...] = key(
         (), "URLs of the service, one or several (remote).", shown="required by remote"
     )

@@ -149,7 +149,9 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         )
         mark("algorithm.kl.in is none (set it to reward or loss)", "ref", *paths)
     elif recipe.ref.kind == "remote":
-        names: tuple[str, ...] = ("path", "dtype", "layout", "micro_batch_tokens", "offload", "worker")
+        names: tuple[str, ...] = (
+            *("path", "dtype", "layout", "micro_batch_tokens", "offload", "worker", "stream"),
+        )
         mark("ref.kind is remote: the service has the model", *(f"ref.{name}" for name in names))
     elif recipe.ref.kind == "actor":
         names = tuple(name for name in members(type(recipe.ref)) if name != "kind")
@@ -157,6 +159,8 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
     else:
         names = ("endpoints", "token_env", "token_file", "limits", "speed")
         mark("ref.kind is model, not remote", *(f"ref.{name}" for name in names))
+        if why := _never_streams(recipe):
+            mark(why, "ref.stream")
     idle |= useless_reward_keys(recipe.reward)
     if recipe.run.steps is not None:
         mark(f"run.steps fixes the length at {recipe.run.steps} steps", "run.epochs")
@@ -182,6 +186,20 @@ def useless_keys(recipe: Recipe) -> dict[str, str]:
         if getattr(recipe, role).optim.decay == "constant":
             mark(f"{role}.optim.decay is constant", f"{role}.optim.min_lr")
     return idle
+
+
+def _never_streams(recipe: Recipe) -> str:
+    """Why a placed reference cannot score while others are generated; empty where it may."""
+    shared = [name for name, pool in recipe.placement.pools.items() if {"ref", "rollout"} <= set(pool.roles)]
+    if shared:
+        return f"reference and rollout take turns on pool {shared[0]}"
+    if recipe.placement.strategy == "colocate" and not recipe.placement.pools and not recipe.placement.plan:
+        return "placement colocate has reference and rollout take turns"
+    if not recipe.schedule.overlap:
+        return "schedule.overlap is false"
+    if recipe.algorithm.dynamic_sampling.on:
+        return "with algorithm.dynamic_sampling the reference waits for the samples that are kept"
+    return ""
 
 
 def _check_pools(recipe: Recipe) -> None:

@@ -332,7 +332,7 @@ class Pool(Section):
         sizes = [n for n in ("share", "devices", "nodes") if getattr(self, n) is not None]
         if len(sizes) != 1:
             got = " and ".join(sizes) or "none"
-            raise RecipeError(f"give the size once, as share, devices, or nodes and per_node (got {got})")
+            raise RecipeError(f"share, devices, or nodes and per_node: give the size once (got {got})")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,11 @@ It is $ROLEMESH_SITE, else ~/.config/rolemesh/site.yaml. Options of the command 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import yaml
 
@@ -20,6 +21,13 @@ from rolemesh.launch.fields import RecipeError, Section, key
 
 VARIABLE = "ROLEMESH_SITE"
 DEFAULT = Path("~/.config/rolemesh/site.yaml")
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}|UNLIMITED", re.IGNORECASE)
+_QUANTITY = re.compile(r"\d+(\.\d+)?([KMGT]i|[kMGT])")
+_OURS = {
+    **dict.fromkeys(("-N", "--nodes"), "give --nodes"),
+    **dict.fromkeys(("--export", "--ntasks-per-node"), "leave it out"),
+    **dict.fromkeys(("-t", "--time"), "give slurm.time"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,22 @@ class SlurmSite(Section):
     time: str | None = key(None, "Wall time, as Slurm writes it.", shown="24:00:00")
     options: tuple[str, ...] = key((), "More `#SBATCH` options, such as `--reservation=x`.")
     runtime: Literal["pyxis", "apptainer"] = key("pyxis", "What starts a container.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise RecipeError(f"slurm.time is {self.time!r}: write minutes, HH:MM:SS, or DAYS-HH:MM:SS")
+        for option in self.options:
+            name = re.split(r"[=\s]", option)[0]
+            if name in _OURS:
+                raise RecipeError(f"slurm.options has {option!r}, which launch sets itself: {_OURS[name]}")
+            if not name.startswith("-"):
+                raise RecipeError(
+                    f"slurm.options has {option!r}: write it as `#SBATCH` does, --reservation=x"
+                )
+        for text in (self.account, self.partition, self.qos, self.constraint, *self.options):
+            if "\n" in (text or ""):
+                raise RecipeError(f"slurm: {text!r} has more than one line")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +73,14 @@ class K8sSite(Section):
     worker_memory: str = key("512Gi", "Memory of a worker.")
     shm: str = key("32Gi", "Shared memory of a pod.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("head_memory", "worker_memory", "shm"):
+            if not _QUANTITY.fullmatch(getattr(self, name)):
+                raise RecipeError(
+                    f"k8s.{name} is {getattr(self, name)!r}: write it with its unit, such as 64Gi"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Site(Section):
@@ -58,7 +90,9 @@ class Site(Section):
     mounts: tuple[str, ...] = key((), "Folders that the container sees, as FROM:TO.")
     interface: str | None = key(None, "Network interface of Ray and the ranks.", shown="that of the route")
     gpus_per_node: int = key(8, "GPUs of a node, where the recipe has no cluster.per_node.", at_least=1)
-    python: str = key("python", "The Python that rolemesh is installed for.")
+    python: str | None = key(
+        None, "The Python that rolemesh is installed for.", shown="that of the launch; in a container python"
+    )
     env: dict[str, str] = key({}, "Variables to set. Secrets stand in your shell, named by `forward`.")
     forward: tuple[str, ...] = key((), "More variables of your shell to take along: names or patterns.")
     slurm: SlurmSite = key(SlurmSite, "For `launch slurm`.")
@@ -67,6 +101,8 @@ class Site(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.env:
+            if not name.isidentifier():
+                raise RecipeError(f"env has {name!r}, which is no name of a variable")
             if matches(name, BLOCKED):
                 raise RecipeError(
                     f"env.{name} is a launcher's variable, which never reaches a run: leave it out"
@@ -93,8 +129,24 @@ def load_site(environ: Mapping[str, str] = os.environ) -> Site:
             raise RecipeError(f"{VARIABLE} is {named}, where no file is")
         return Site()
     try:
-        return build(Site, yaml.safe_load(path.read_text()) or {})
+        keys = yaml.load(path.read_text(), _Loader) or {}
+        if not isinstance(keys, dict):
+            raise RecipeError("a site file is a mapping of keys, such as `interface: ib0`")
+        return build(Site, keys)
     except yaml.YAMLError as error:
         raise RecipeError(f"{path}: not readable as YAML: {error}") from error
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but `12:00:00` is text: not a number to the base of 60."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
+        first: [
+            (tag, pattern)
+            for tag, pattern in known
+            if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        ]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ SBATCH, RAYJOB = FOLDER / "slurm/train.sbatch", FOLDER / "k8s/rayjob.yaml"
 TORCHRUN = FOLDER / "scripts/torchrun.sh"
 _SETTINGS = "# settings\n"
 _IMAGE = "rolemesh:latest"
+_TERM_S = 600  # before a job's end Slurm sends SIGTERM, as train.sbatch asks
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Job:
     @property
     def sets(self) -> dict[str, str]:
         """Variables that are set, whatever the user's shell has; none of them is a secret."""
-        own = {"PYTHON": self.site.python}
+        own = {"PYTHON": self.site.python or ("python" if self.container else sys.executable)}
         if self.site.interface:
             own[INTERFACE] = self.site.interface
         return {**own, **self.site.env}
@@ -92,6 +95,10 @@ def slurm_script(job: Job) -> str:
         for name in ("account", "partition", "qos", "constraint", "time")
         if (value := getattr(slurm, name)) is not None
     }
+    if slurm.time is not None and (seconds := _seconds(slurm.time)) < 4 * _TERM_S:
+        options["signal"] = (
+            f"TERM@{seconds // 4}"  # ten minutes before a short job's end is before its first step
+        )
     options["gpus-per-node"] = None if job.on_cpu else str(job.devices)
     more = [*slurm.options, *(["--requeue", "--open-mode=append"] if job.requeue else [])]
     settings = [f"set -- {shlex.join(job.arguments(job.mounts))}"]
@@ -104,6 +111,19 @@ def slurm_script(job: Job) -> str:
     for option in more:
         text = _directive(text, *option.partition("=")[::2])
     return text.replace(_SETTINGS, "".join(f"{line}\n" for line in settings), 1)
+
+
+def _seconds(time: str) -> float:
+    """What Slurm's MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS and DAYS-HOURS[:MINUTES[:SECONDS]] are."""
+    if time.upper() == "UNLIMITED":
+        return math.inf
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts]}.get(len(parts), parts)
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _directive(text: str, name: str, value: str | None) -> str:
@@ -138,7 +158,7 @@ def torchrun_command(job: Job, rank: int, endpoint: str, run_id: str) -> tuple[d
     Raises RecipeError for an endpoint that is none.
     """
     host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise RecipeError(
             f"--endpoint {endpoint}: write HOST:PORT, an address of node 0 and a free port there"
         )

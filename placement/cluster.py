@@ -359,6 +359,8 @@ def _term(text: str) -> dict[str, Any]:
         raise ClusterError(
             f"{text.strip()!r} is no preset: nodes x device x devices per node, such as 16 x h100x8"
         )
+    if 0 in (int(match["count"] or 1), int(match["devices"])):
+        raise ClusterError(f"{text.strip()!r} has no devices: at least one node with one device")
     return {
         "count": int(match["count"] or 1),
         "device": canonical(match["device"]),

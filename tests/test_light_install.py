@@ -34,9 +34,10 @@ def each(*lines: str) -> list[dict]:
 
 
 def test_a_command_that_lacks_its_extra_names_it_and_a_launch_needs_none():
-    train, launch = each(NEED_TRAIN[0], f"{LAUNCH} --no-check")
+    train, checked, launch = each(NEED_TRAIN[0], LAUNCH, f"{LAUNCH} --no-check")
     assert train["code"] == 1
     assert "is not installed: pip install 'rolemesh[train]'" in train["said"]
+    assert "launch with --no-check" in checked["said"]
     assert (launch["code"], "#SBATCH --nodes=1\n" in launch["said"]) == (0, True)
 
 

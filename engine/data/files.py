@@ -63,7 +63,8 @@ def data_files(entry: str | Path) -> list[DataFile]:
             )
         if not file.is_file():
             there = sorted(other.name for other in file.parent.glob("*") if other.suffix in _READERS)
-            folder = f"holds {there}" if file.parent.is_dir() else "is no folder"
+            held = f"holds {there}" if there else f"has no {' or '.join(_READERS)} file"
+            folder = held if file.parent.is_dir() else "is no folder"
             raise DataError(f"no file {file}; {file.parent} {folder}")
     return [DataFile(file, _NUMBERED.sub("", file.stem)) for file in paths]
 

@@ -59,14 +59,14 @@ def local_cluster(
     `temp_dir` (default: the system's) holds its session while it runs.
     SIGTERM ends the block as Ctrl-C does.
     When this process is killed, what it started ends within seconds all the same.
-    Raises RayStartError when this process is connected to a cluster already, SessionError for an unusable
-    `temp_dir`.
+    Raises RayStartError when this process is connected to a cluster already and when Ray does not start,
+    SessionError for an unusable `temp_dir`.
     """
     if ray.is_initialized():
         raise RayStartError("this process is connected to a Ray cluster already: leave that one first")
     with _sigterm_as_exit() as handle_sigterm, session_directory(temp_dir) as session:
         try:
-            with _without(LAUNCHER_VARIABLES), _loopback():
+            with _without(LAUNCHER_VARIABLES), _loopback(), _start_in_words(session):
                 ray.init(
                     address="local",
                     num_cpus=os.cpu_count(),
@@ -84,6 +84,22 @@ def local_cluster(
             yield read_cluster(device_kind)
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _start_in_words(session: Path) -> Iterator[None]:
+    """Ray's error for a start that takes too long says neither how long nor why."""
+    try:
+        yield
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        free = psutil.virtual_memory().available / 2**30
+        raise RayStartError(
+            f"Ray has not started within its 30 s: this machine is busy (load {os.getloadavg()[0]:.1f} on "
+            f"{os.cpu_count()} cores, {free:.1f} GiB of memory free), or the disk of {session} is slow. Try "
+            "again when there is less to do, or set run.temp_dir"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -42,13 +42,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Nodes that hold the same, and the cells of each. `link` says what joins devices, `domain` how many."""
+    """Nodes that hold the same, and the cells of each. `link` says what joins devices, `domain` how many, and
+    `device` of which type they are; empty where the cluster is not known.
+    """
 
     nodes: tuple[str, ...]
     cells: tuple[Cell, ...]
     link: str = ""
     domain: int = 0
     group: str = ""
+    device: str = ""
 
     def name(self) -> str:
         """`node-0`, or `node-[0-15]`, or first and last where names do not follow one another."""
@@ -102,25 +105,26 @@ def _role(plan: PlacementPlan, role: str, rank: int) -> RoleAt:
     return RoleAt(role, {axis: (n, n) for axis, n in axes.items()}, held / GIB if held else None)
 
 
-def _links(cluster: ClusterSpec, cells: Mapping[str, Sequence[Cell]]) -> dict[str, tuple[str, int, str]]:
-    """By node: its fast link in words, how many devices it joins, and the node's group."""
+def _links(cluster: ClusterSpec, cells: Mapping[str, Sequence[Cell]]) -> dict[str, tuple[str, int, str, str]]:
+    """By node: its fast link in words, how many devices it joins, the node's group, and its devices' type."""
     found = {}
     for node in cluster.usable:
         if node.name not in cells:
             continue
         if cluster.device_kind == "cpu":
-            found[node.name] = ("one machine's memory", node.devices, node.group)
+            found[node.name] = ("one machine's memory", node.devices, node.group, "")
             continue
         if not cluster.device_type(node):
             continue
         profile = cluster.profile_of(node)
         said = f"{profile.link_bytes_per_s / 1e9:.0f} GB/s"
-        found[node.name] = (said, min(profile.link_devices, node.devices), node.group)
+        domain = min(profile.link_devices, node.devices)
+        found[node.name] = (said, domain, node.group, cluster.device_type(node))
     return found
 
 
 def _folded(
-    cells: Mapping[str, Sequence[Cell]], links: Mapping[str, tuple[str, int, str]], axes: Sequence[str]
+    cells: Mapping[str, Sequence[Cell]], links: Mapping[str, tuple[str, int, str, str]], axes: Sequence[str]
 ) -> list[Row]:
     """Nodes that differ in nothing but ranks and coordinates along `axes` share a row."""
     groups: dict[object, list[str]] = {}
@@ -133,8 +137,8 @@ def _folded(
     rows = []
     for nodes in groups.values():
         columns = zip(*(cells[node] for node in nodes), strict=True)
-        link, domain, group = links.get(nodes[0], ("", 0, ""))
-        rows.append(Row(tuple(nodes), tuple(_merged(column) for column in columns), link, domain, group))
+        about = links.get(nodes[0], ("", 0, "", ""))
+        rows.append(Row(tuple(nodes), tuple(_merged(column) for column in columns), *about))
     return rows
 
 

@@ -43,12 +43,15 @@ class CountPoint:
 
 
 def crossovers(points: Sequence[CountPoint]) -> list[tuple[int, int, str, str]]:
-    """Neighbouring numbers of devices between which another strategy becomes best: (from, to, old, new)."""
+    """Neighbouring numbers of devices between which a strategy overtakes another: (from, to, old, new).
+
+    One that merely has no plan on the larger number is not overtaken.
+    """
     known = sorted((point for point in points if point.best), key=lambda point: point.devices)
     return [
         (one.devices, other.devices, one.best, other.best)
         for one, other in itertools.pairwise(known)
-        if one.best != other.best
+        if one.best != other.best and one.best in other.rates
     ]
 
 
@@ -87,8 +90,10 @@ def device_counts_chart(points: Sequence[CountPoint]) -> Markup:
     for i, (name, colour) in enumerate(chosen.items()):
         mine = [(x(p.devices), y(p.rates[name]), p) for p in points if name in p.rates]
         wide = 2 + 1.6 * (len(chosen) - 1 - i)  # equal lines show below one another
-        path = " ".join(f"{at_x:.1f},{at_y:.1f}" for at_x, at_y, _ in mine)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{wide:.1f}"/>')
+        for stretch in _stretches(points, name):
+            path = " ".join(f"{x(p.devices):.1f},{y(p.rates[name]):.1f}" for p in stretch)
+            shape = f'fill="none" stroke="{colour}" stroke-width="{wide:.1f}"'
+            parts.append(f'<polyline points="{path}" {shape}/>')
         for at_x, at_y, point in mine:
             said = f"{name} on {point.devices} devices: {point.rates[name]:.4g} tokens/s per device"
             mark = "7" if name == PLAN else "3.5"
@@ -97,6 +102,25 @@ def device_counts_chart(points: Sequence[CountPoint]) -> Markup:
                 f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="{mark}" fill="{colour}"/></g>'
             )
     return svg(_BOTTOM + 36, parts, "tokens per second and device over devices")
+
+
+def _stretches(points: Sequence[CountPoint], name: str) -> list[list[CountPoint]]:
+    """The points of a strategy; a line does not cross numbers of devices on which nothing fits."""
+    split = itertools.groupby(points, lambda point: bool(point.misfit and not point.rates))
+    return [[p for p in stretch if name in p.rates] for nothing_fits, stretch in split if not nothing_fits]
+
+
+def misfits_in_words(points: Sequence[CountPoint]) -> str:
+    """Where nothing fits, and why on the most devices of each such range; empty where something does."""
+    ordered = sorted(points, key=lambda point: point.devices)
+    said = []
+    for nothing_fits, group in itertools.groupby(
+        ordered, lambda point: bool(point.misfit and not point.rates)
+    ):
+        if nothing_fits:
+            mine = list(group)
+            said.append(f"on {', '.join(str(p.devices) for p in mine)} devices: {mine[-1].misfit}")
+    return f"None of these strategies fits {'; '.join(said)}" if said else ""
 
 
 def _misfits(points: Sequence[CountPoint], x: Callable[[float], float]) -> list[str]:

@@ -98,6 +98,7 @@ def device_squares(rows: Sequence[Row], plan: PlacementPlan) -> Markup:
 def _beside(row: Row) -> list[str]:
     """What stands under a row's name."""
     said = [f"{len(row.nodes)} nodes like this"] if len(row.nodes) > 1 else []
+    said += [short(row.device, 18)] if row.device else []
     return [*said, *([f"group {short(row.group, 12)}"] if row.group else [])]
 
 

@@ -35,6 +35,12 @@ def openrlhf_flags(keys: Keys, plan: PlacementPlan) -> Emitted:
             *_models(keys, plan, left_out),
         ]
     )
+    waiting = [role for role in plan.roles if keys[role].get("offload")]
+    if waiting:
+        left_out.append(
+            f"offload of {', '.join(waiting)}: OpenRLHF takes turns with --colocate_all_models alone "
+            "(--deepspeed_enable_sleep, --vllm_enable_sleep); check its memory"
+        )
     said = {name: value for name, value in pairs.items() if value is not None and value is not False}
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in said.items()]
     return Emitted("python3 -m openrlhf.cli.train_ppo_ray", tuple(words), tuple(left_out))

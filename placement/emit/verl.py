@@ -30,6 +30,7 @@ def verl_flags(keys: Keys, plan: PlacementPlan) -> Emitted:
         [
             *_pools(plan),
             *_layouts(plan),
+            *_offload(keys, plan),
             *_data(keys),
             *_algorithm(keys),
             *_batch(keys, plan),
@@ -84,6 +85,14 @@ def _layouts(plan: PlacementPlan) -> Iterator[tuple[str, Any]]:
         raise EmitError(f"rollout has cp={rollout.cp}: verl's engines have no context parallelism")
     yield f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tp
     yield f"{_ROLLOUT}.pipeline_model_parallel_size", rollout.pp
+
+
+def _offload(keys: Keys, plan: PlacementPlan) -> Iterator[tuple[str, Any]]:
+    """What waits in host memory between a role's turns: without it the plan would not fit."""
+    for role, prefix in _PREFIXES.items():
+        if role in plan.roles and keys[role]["offload"]:
+            states = ("param", "grad", "optimizer") if role in ("actor", "critic") else ("param",)
+            yield from ((f"{prefix}.megatron.{state}_offload", True) for state in states)
 
 
 def _data(keys: Keys) -> Iterator[tuple[str, Any]]:

@@ -117,7 +117,10 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
         elif name:
             flags[name].append(_value(word))
         else:
-            raise ForeignConfigError(f"{word!r} stands before the first flag: what is it for?")
+            raise ForeignConfigError(
+                f"{word!r} stands before the first flag: what is it for? (A script has one command with "
+                "`-m openrlhf.cli.train_ppo_ray`, or flags alone)"
+            )
     if not flags:
         raise ForeignConfigError("no flags such as --actor_num_nodes 1")
     return {name: True if not got else got[0] if len(got) == 1 else got for name, got in flags.items()}
@@ -326,7 +329,7 @@ def _models(said: Settings, roles: Sequence[str], remote: str | None) -> dict[st
         optim = _optim(said, "critic_learning_rate", 9e-6)
         models["critic"] = {"path": path, "new_head": fresh, "optim": optim, **both}
     if "ref" in roles:
-        models["ref"] = dict(scoring)
+        models["ref"] = {"kind": "model" if rank else None, **scoring}  # not the actor without its adapters
     models["reward"] = _reward(said, remote, scorer, scoring)
     return models
 
@@ -359,7 +362,7 @@ def _optim(said: Settings, name: str, default: float) -> dict[str, Any]:
         said.ignore("lr_scheduler", "not in this version: constant stands for it")
     return {
         "lr": rate,
-        "min_lr": 0.1 * rate if scheduler == "cosine_with_min_lr" else None,
+        "min_lr": float(f"{rate / 10:.6g}") if scheduler == "cosine_with_min_lr" else None,
         "decay": decay or "constant",
         "weight_decay": said.number("l2", 0.0),
         "beta1": float(betas[0]),

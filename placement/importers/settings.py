@@ -11,6 +11,8 @@ import yaml
 
 NO_COUNTERPART = "has no counterpart here"
 
+_SECRET = re.compile(r"(^|[._])(use_wandb|api_key|secret|password|(.*_)?token)$")
+
 Reason = tuple[str, str, bool]  # a pattern of names, why they are not in the recipe, whether that is harmless
 
 
@@ -116,7 +118,7 @@ class Settings:
         """Say why `name`, where it was given, is not in the recipe."""
         if name in self._values and all(name != other.name for other in self._ignored):
             self._used.add(name)
-            self._ignored.append(Ignored(name, self._values[name], reason, harmless))
+            self._ignored.append(Ignored(name, self._shown(name), reason, harmless))
 
     def ignored(self, reasons: Sequence[Reason] = ()) -> tuple[Ignored, ...]:
         """What was ignored with its reason, then what nobody asked for, by the first pattern that matches."""
@@ -124,8 +126,13 @@ class Settings:
         for name in self._values:
             if name not in self._used:
                 why = next((rest for pattern, *rest in reasons if re.search(pattern, name)), [NO_COUNTERPART])
-                found.append(Ignored(name, self._values[name], *why))
+                found.append(Ignored(name, self._shown(name), *why))
         return (*self._ignored, *found)
+
+    def _shown(self, name: str) -> Any:
+        """The value, but not a secret's: tables and recipes are passed around."""
+        value = self._values[name]
+        return "***" if isinstance(value, str) and _SECRET.search(name) else value
 
     def nothing(self) -> tuple[Ignored, ...]:
         """Settings that are null or empty: as if they were left out."""

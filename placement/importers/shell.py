@@ -30,6 +30,7 @@ _SEQUENCE = re.compile(r"\{[^{}\s]*\.\.[^{}\s]*\}")
 _BEFORE_ASSIGNMENTS = ("export", "declare", "typeset", "local", "readonly", "then", "else", "do")
 _OPENS = ("if", "for", "while", "until", "case", "select", "function")
 _CLOSES = ("fi", "done", "esac")
+_SETTING = re.compile(r"(--[A-Za-z]|[+~]*[A-Za-z_]\w*(\.\w+)+\+?=)")  # no command starts like this
 
 
 @dataclass
@@ -78,6 +79,8 @@ def read_script(text: str, is_ours: re.Pattern[str], given: Mapping[str, str] | 
         raise ForeignConfigError(
             f"{len(starts)} commands start training (lines {lines}): keep one of them in the file"
         )
+    if starts:
+        _check_nothing_is_cut_off(found)
     variables, words = _Variables(given or {}), list[str]()
     depth, function = 0, ""
     before: Command | None = None
@@ -105,6 +108,17 @@ def read_script(text: str, is_ours: re.Pattern[str], given: Mapping[str, str] | 
     return CommandLine(tuple(words), tuple(dict.fromkeys(variables.unset)))
 
 
+def _check_nothing_is_cut_off(found: Sequence[Command]) -> None:
+    """Raise ForeignConfigError for a setting that a shell would run as a command of its own."""
+    for command in found:
+        source = command.words[0].source
+        if _SETTING.match(source):
+            raise ForeignConfigError(
+                f"line {command.line}: {source} is no part of a command: a comment, or a line without a "
+                "backslash at its end, ends the one before; mend that"
+            )
+
+
 def _function(command: Command, before: Command | None) -> str:
     """The name of the function whose body begins with this command, empty where none does."""
     sources = [word.source for word in command.words[:2]]
@@ -120,14 +134,15 @@ def _start(command: Command, is_ours: re.Pattern[str]) -> int | None:
 
 
 def _command_in(words: Sequence[str], is_ours: re.Pattern[str]) -> str | Sequence[str] | None:
-    """Arguments of a command that came out of variables (`$CMD a=1`), or text for `eval`; None: no such."""
-    if not any(is_ours.search(word) for word in words):
-        return None
-    if words[0] == "eval":
+    """Arguments of a command that came out of variables (`$CMD a=1`), or text for another shell; or None."""
+    if words and words[0] == "eval" and any(is_ours.search(word) for word in " ".join(words).split()):
         return " ".join(words[1:])
-    if "-c" in words[:-1]:
-        return words[words.index("-c") + 1]
-    return words[next(i for i, word in enumerate(words) if is_ours.search(word)) + 1 :]
+    at = next(
+        (i for i, word in enumerate(words) if is_ours.search(word) and not re.search(r"\s", word)), None
+    )
+    if at is not None:
+        return words[at + 1 :]
+    return next((text for text in words if any(is_ours.search(word) for word in text.split())), None)
 
 
 def _call(function: str, later: Sequence[Command], variables: _Variables) -> None:

@@ -46,7 +46,9 @@ _REASONS: tuple[Reason, ...] = (
     (r"trainer\.(logger|project_name|experiment_name|log_val)", "a run logs into its folder", True),
     (r"checkpoint|resume|ckpt|hdfs", "a checkpoint always holds everything, on a shared disk", True),
     (r"^ray_kwargs|nccl_timeout|ray_wait", "Ray is started by the run, with run.timeout_s", True),
-    (r"^hydra\.|^--|^config[-_]", "hydra's own", True),
+    (r"^config-(name|path|dir)$",
+     "a configuration of your own: its settings are not read; import that file as well", False),
+    (r"^hydra\.|^(cfg|package|multirun|resolve|info|job)$", "hydra's own", True),
     (r"multi_turn|agent|tool_config|interaction", "several turns and tools: see rollout.agent", False),
     (r"use_remove_padding|balance_batch|use_dynamic_bsz", "always so here", True),
     (r"micro_batch_size$", "deprecated in verl: per GPU or in tokens", True),
@@ -55,6 +57,10 @@ _REASONS: tuple[Reason, ...] = (
     (r"val_kwargs|val_before_train|val_only", "validation is greedy, before and after training", False),
     (r"_target_$", "a Python class of verl", False),
 )  # fmt: skip
+_SHORT = {"cn": "config-name", "cp": "config-path", "cd": "config-dir", "c": "cfg", "m": "multirun"}
+_VERLS_OWN = (
+    r"(ppo_trainer|ppo_megatron_trainer)(\.ya?ml)?"  # configurations whose settings are verl's defaults
+)
 _OURS = re.compile(r"^verl\.(trainer|experimental|recipe)|^recipe\.|(^|/)main_\w+\.py$")
 
 
@@ -64,6 +70,8 @@ def import_verl(
     """Read verl's configuration; `variables` are those of the shell. Raises ForeignConfigError."""
     values, removed, unset = _read(text, variables or {}, overrides)
     said = Settings({name: _resolved(name, values) for name in values})
+    if re.fullmatch(_VERLS_OWN, str(values.get("config-name"))) and "config-path" not in values:
+        said.ignore("config-name", "verl's own, whose settings are its defaults", harmless=True)
     algorithm = name_of(said)
     kl = kl_keys(said)
     reward = _reward(said)
@@ -78,7 +86,8 @@ def import_verl(
     recipe["placement"] = fixed["placement"]
     demands = {role: nodes * per_node for held, nodes, per_node in pools for role in held}
     recipe = tidy(recipe)
-    ignored = said.ignored([*_absent(present, algorithm), *_REASONS])
+    adapters = [(rf"^{_REF}\.", "with adapters the reference is the actor without them", True)]
+    ignored = said.ignored([*_absent(present, algorithm), *adapters * ("lora" in recipe["actor"]), *_REASONS])
     mapped, unsaid = said.mapped(KEYS, recipe)
     return Imported(
         recipe,
@@ -135,12 +144,14 @@ def _pairs(words: Sequence[str], start: Mapping[str, Any]) -> tuple[dict[str, An
     option = ""
     for word in words:
         name, equals, text = word.partition("=")
-        if option and not word.startswith("--"):
+        if option and not word.startswith("-") and not equals:
             values[option] = word
             option = ""
         elif name.startswith("-"):
-            option = "" if equals else name.lstrip("-")
-            values[name.lstrip("-")] = text if equals else True
+            flag = name.lstrip("-")
+            flag = _SHORT.get(flag, flag)
+            option = "" if equals else flag
+            values[flag] = text if equals else True
         elif name.startswith("~"):
             gone = name[1:]
             values.pop(gone, None)
@@ -149,7 +160,10 @@ def _pairs(words: Sequence[str], start: Mapping[str, Any]) -> tuple[dict[str, An
         elif equals:
             values |= _flat({name.lstrip("+"): _value(text)})
         else:
-            raise ForeignConfigError(f"{word!r} is no setting such as trainer.nnodes=2: what is it for?")
+            raise ForeignConfigError(
+                f"{word!r} is no setting such as trainer.nnodes=2: what is it for? (A script has one "
+                "command with `-m verl.trainer.main_ppo` or the like, or settings alone)"
+            )
     return values, removed
 
 
@@ -308,7 +322,7 @@ def _models(said: Settings, roles: Sequence[str], reward: Mapping[str, Any]) -> 
                 longest, said.flag("critic.use_dynamic_bsz", dynamic), 32768,
             ),
         }  # fmt: skip
-    if "ref" in roles:
+    if "ref" in roles and not models["actor"]["lora"]:
         models["ref"] = {
             "layout": _layout(said, _REF),
             "micro_batch_tokens": _tokens(

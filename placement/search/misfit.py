@@ -40,7 +40,7 @@ def explain_misfit(
         or _together(problem, allowed, timer)
         or Overrun(problem.roles, "devices", _devices_lacking(problem, allowed), None)
     )
-    nearest = _nearest(problem, allowed, timer) if changes else None
+    nearest = _nearest(problem, allowed, timer, overrun.roles) if changes else None
     return Infeasible(overrun, nearest, proven, visited, clock.passed_s)
 
 
@@ -115,7 +115,9 @@ def _any_plan(
     *,
     pins: Sequence[Pin] | None = None,
     cluster: ClusterSpec | None = None,
+    first: Sequence[str] = (),
 ) -> Assignment | None:
+    """`first` are roles that are the likeliest to have no options."""
     changed = Problem(
         problem.graph,
         problem.roles,
@@ -124,6 +126,8 @@ def _any_plan(
         pins=problem.pins if pins is None else pins,
         seconds=dict(zip(problem.names, problem.fixed.tolist(), strict=True)),
     )
+    if changed.never_runs(*first):
+        return None
     return BranchAndBound(changed, changed.space.shapes, allowed, timer, any_plan=True).run().best
 
 
@@ -132,21 +136,25 @@ def _devices_lacking(problem: Problem, allowed: Sequence[Grouping]) -> float:
     return max(1.0, fewest - problem.cluster.n_devices)
 
 
-def _nearest(problem: Problem, allowed: Sequence[Grouping], timer: Clock) -> Change | None:
-    """One must-pin fewer, else all of them, else the fewest devices more."""
+def _nearest(
+    problem: Problem, allowed: Sequence[Grouping], timer: Clock, first: Sequence[str]
+) -> Change | None:
+    """One must-pin fewer, else all of them, else the fewest devices more; `first` are the roles at fault."""
     musts = [pin for pin in problem.pins if pin.strength == "must"]
     sets = [[pin] for pin in musts] + ([musts] if len(musts) > 1 else [])
     for dropped in sets:
         kept = [pin for pin in problem.pins if pin not in dropped]
         about_pools = any(pin.about_pools for pin in dropped)
         pools = allowed_groupings(problem.roles, kept) if about_pools else allowed
-        plan = _any_plan(problem, pools, timer, problem.costs, pins=kept)
+        plan = _any_plan(problem, pools, timer, problem.costs, pins=kept, first=first)
         if plan is not None:
             return Change(dropped=tuple(dropped), plan=plan)
-    return min(_larger(problem, allowed, timer), key=lambda found: found[0], default=(0, None))[1]
+    return min(_larger(problem, allowed, timer, first), key=lambda found: found[0], default=(0, None))[1]
 
 
-def _larger(problem: Problem, allowed: Sequence[Grouping], timer: Clock) -> Iterable[tuple[int, Change]]:
+def _larger(
+    problem: Problem, allowed: Sequence[Grouping], timer: Clock, first: Sequence[str]
+) -> Iterable[tuple[int, Change]]:
     """For each class of nodes the fewest that make it fit, with their devices."""
     for kind in problem.space.classes:
         like = next(node for node in problem.cluster.usable if node.name == kind.groups[0][0])
@@ -154,7 +162,7 @@ def _larger(problem: Problem, allowed: Sequence[Grouping], timer: Clock) -> Iter
         def plan_with(count: int, like: NodeSpec = like) -> Assignment | None:
             nodes = tuple(replace(like, name=f"added-{i}", address="") for i in range(count))
             cluster = replace(problem.cluster, nodes=(*problem.cluster.nodes, *nodes))
-            return _any_plan(problem, allowed, timer, problem.costs, cluster=cluster)
+            return _any_plan(problem, allowed, timer, problem.costs, cluster=cluster, first=first)
 
         count, plan = 1, plan_with(1)
         while plan is None and count < _MOST_NODES and not timer.over:

@@ -148,6 +148,18 @@ class Problem:
             self._options[key] = found
         return found
 
+    def never_runs(self, *first: str) -> str | None:
+        """A role that no devices could run, whatever their memory: a search would try all in vain.
+
+        The roles `first` are looked at before the others.
+        """
+
+        def runs(role: str) -> bool:
+            shapes = sorted(self.space.shapes, key=lambda shape: -shape.devices.world)
+            return any(self.allowed(role, s) and self.options(role, s.devices) for s in shapes)
+
+        return next((role for role in dict.fromkeys((*first, *self.roles)) if not runs(role)), None)
+
     def floor(self, role: str, shape: Shape) -> Floats:
         """Seconds that `role`'s operations take at least there, by column; 0 where the costs know none."""
         key = role, id(shape)

@@ -59,6 +59,8 @@ def search(
     clock = Clock(time_limit_s)
     problem = Problem(graph, roles, cluster, costs, pins=pins, seconds=seconds, staleness=staleness)
     allowed = allowed_groupings(roles, pins, strategy)
+    if problem.never_runs():
+        return explain_misfit(problem, allowed, clock, 0, True)
     outcome = _solve(problem, allowed, clock, gap)
     if outcome.best is None:
         return explain_misfit(problem, allowed, clock, outcome.visited, not clock.over)

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -25,6 +26,7 @@ reward: reward.py:compute_score
 """
 SECRET = "s3cret-value-of-a-token"
 SITE = """
+python: python
 interface: ib0
 env: {NCCL_IB_HCA: mlx5}
 forward: ["AWS_*"]
@@ -150,6 +152,55 @@ def test_a_container_sees_the_recipe_where_its_folder_is_mounted(folder, runtime
     assert f"{folder}/recipe.yaml would not be there in the run, which sees /data" in said
 
 
+def test_a_job_runs_with_the_python_that_launched_it_and_a_container_with_its_own(folder):
+    (folder / "site.yaml").write_text(f"mounts: ['{folder}:/work']")
+    _, script, _ = launch("slurm", "recipe.yaml", "--dry-run")
+    assert f"\nexport PYTHON={sys.executable}\n" in script
+    _, script, _ = launch("slurm", "recipe.yaml", "--container", "img:1", "--dry-run")
+    assert "\nexport PYTHON=python\n" in script
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("- a", "a site file is a mapping of keys"),
+        ("slurm: {time: soon}", "slurm.time is 'soon': write minutes, HH:MM:SS"),
+        (
+            "slurm: {options: [--nodes=3]}",
+            "slurm.options has '--nodes=3', which launch sets itself: give --nodes",
+        ),
+        ("slurm: {options: [exclusive]}", "write it as `#SBATCH` does"),
+        ('slurm: {account: "a\\n#SBATCH --wrap=x"}', "has more than one line"),
+        ("k8s: {shm: 32}", "k8s.shm is '32': write it with its unit"),
+        ("env: {A B: x}", "env has 'A B', which is no name of a variable"),
+    ],
+)
+def test_a_site_file_that_would_make_a_broken_job_is_refused(folder, site, said):
+    (folder / "site.yaml").write_text(site)
+    code, _, told = launch("slurm", "recipe.yaml", "--dry-run")
+    assert (code, said in told) == (2, True), told
+
+
+def test_a_wall_time_is_read_as_it_stands(folder):
+    (folder / "site.yaml").write_text("slurm: {time: 12:00:00}\ngpus_per_node: 4\nenv: {A: 1}")
+    code, script, told = launch("slurm", "recipe.yaml", "--dry-run")
+    assert code == 0, told
+    assert "#SBATCH --time=12:00:00\n" in script
+    assert "#SBATCH --signal=TERM@600\n" in script
+    assert "#SBATCH --gpus-per-node=4\n" in script
+    assert "\nexport A=1\n" in script
+
+
+@pytest.mark.parametrize(
+    ("time", "before_s"),
+    [("10", 150), ("10:30", 157), ("0:20:00", 300), ("0-1", 600), ("1-0:10:00", 600), ("UNLIMITED", 600)],
+)
+def test_a_short_job_gets_its_sigterm_in_its_last_quarter(folder, time, before_s):
+    (folder / "site.yaml").write_text(f"slurm: {{time: '{time}'}}")
+    _, script, _ = launch("slurm", "recipe.yaml", "--dry-run")
+    assert f"#SBATCH --signal=TERM@{before_s}\n" in script
+
+
 def test_a_job_that_starts_again_says_so_to_slurm(folder):
     keys = ["run.stop_before_walltime=600", "run.requeue=true", "run.resume=auto", "run.device=cpu"]
     _, script, _ = launch("slurm", "recipe.yaml", *keys, "--dry-run")
@@ -246,6 +297,7 @@ def test_a_dry_run_prints_the_command_of_every_node(folder):
         (["torchrun", "recipe.yaml", "--nodes", "2"], "--endpoint is missing"),
         (["torchrun", "recipe.yaml", "--nodes", "2", "--endpoint", "h:1"], "--node-rank is missing"),
         (["torchrun", "recipe.yaml", "--endpoint", "host", "--dry-run"], "write HOST:PORT"),
+        (["torchrun", "recipe.yaml", "--endpoint", "host:99999", "--dry-run"], "write HOST:PORT"),
         (["slurm", "recipe.yaml", "run.address=auto"], "run.address: a launch starts a cluster of its own"),
         (["slurm", "recipe.yaml", "--nodes", "16", "cluster.nodes=2"], "cluster.nodes is 2, --nodes says 16"),
         (["slurm", "recipe.yaml", "run.env.RANK=1"], "env.RANK is set by launchers"),

@@ -6,7 +6,12 @@ import pytest
 
 from rolemesh.launch.pictures.ascii_map import COLUMNS, map_lines, step_lines
 from rolemesh.launch.pictures.cells import MOST_ROWS, rows_of
-from rolemesh.launch.pictures.device_counts import CountPoint, crossovers, device_counts_chart
+from rolemesh.launch.pictures.device_counts import (
+    CountPoint,
+    crossovers,
+    device_counts_chart,
+    misfits_in_words,
+)
 from rolemesh.launch.pictures.health import health_chart
 from rolemesh.launch.pictures.length_histogram import bins_of, length_histogram, running
 from rolemesh.launch.pictures.memory_step import layers_of, memory_step
@@ -165,6 +170,31 @@ def test_crossovers_and_what_does_not_fit_are_marked():
     assert "split overtakes colocate" in chart
     assert groups(chart, "point") == 7
     assert "no number of devices" in device_counts_chart([points[0]])
+
+
+def test_no_line_crosses_what_does_not_fit_and_who_has_no_plan_is_not_overtaken():
+    points = [
+        CountPoint(8, misfit="too small"),
+        CountPoint(16, {"colocate": 9.0, "split": 5.0}),
+        CountPoint(24, misfit="two types"),
+        CountPoint(32, {"split": 4.0}),
+    ]
+    assert crossovers(points) == []
+    chart = device_counts_chart(points)
+    lines = [line["points"].count(",") for line in shapes(chart, "polyline")]
+    assert max(lines) == 1
+    assert (
+        misfits_in_words(points)
+        == "None of these strategies fits on 8 devices: too small; on 24 devices: two types"
+    )
+    assert misfits_in_words(points[1:2]) == ""
+
+
+def test_a_row_of_the_map_says_the_type_of_its_devices():
+    cluster = ClusterSpec.preset("1 x h100x4 + 1 x a100-80x4")
+    rows = rows_of(plan_on(2, pp=1), cluster)
+    assert [(row.name(), row.device) for row in rows] == [("node-0", "h100-80"), ("node-1", "a100-80")]
+    assert "a100-80" in placement_map(rows, plan_on(2, pp=1))
 
 
 def test_lengths_are_all_in_the_histogram_and_the_line_falls_to_none():

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from rolemesh.launch import plan_command
 from rolemesh.launch.cli import main
+from rolemesh.launch.config import load_recipe
 from rolemesh.launch.extras import extra_of
+from rolemesh.launch.plan_notes import with_pins
 from rolemesh.placement.known_models import known_model, known_names
 
 RECIPE = Path(__file__).parents[2] / "examples" / "plan_70b.yaml"
@@ -69,6 +71,19 @@ def test_exit_codes_tell_a_bad_recipe_from_one_that_does_not_fit():
     assert code == 2, said
     code, said = rolemesh("plan", RECIPE, *fixed, "--pin", "actor sideways")
     assert code == 2, said
+    code, said = rolemesh("plan", RECIPE, "--cluster", "0xh100-80x8")
+    assert (code, "has no devices" in said) == (2, True), said
+    code, said = rolemesh("plan", RECIPE, "actor.path=models/llama-71b")
+    assert (code, "actor.path is " in said, "did you mean llama-70b?" in said) == (2, True, True), said
+
+
+def test_pins_of_the_command_line_come_beside_the_recipes():
+    own = ["placement.pin.must=[ref tp=4]"]
+    recipe = with_pins(
+        lambda pinned: load_recipe(RECIPE, [*own, *pinned]), ["actor+ref together", "actor.layout.tp=8"]
+    )
+    assert recipe.placement.pin.must == ("ref tp=4", "actor+ref together")
+    assert recipe.actor.layout.tp == 8
 
 
 def test_lengths_of_a_run_take_the_place_of_the_recipes(tmp_path: Path):

@@ -6,6 +6,7 @@ import pytest
 
 from rolemesh.launch.config import list_defaults, load_recipe, parse_recipe, to_yaml
 from rolemesh.launch.fields import RecipeError
+from rolemesh.launch.request import graph_of
 from rolemesh.launch.schema import Recipe
 
 PPO = """
@@ -127,12 +128,23 @@ def test_an_unknown_key_names_the_one_that_was_meant(key: str, meant: str):
         (PPO, "algorithm.norm_adv_by_std=false", "algorithm.estimator is gae"),
         (PPO, "actor.optim.min_lr=1e-7", "actor.optim.decay is constant"),
         (PPO, "placement.strategy=split", "placement.pools says which roles go where"),
+        (PPO, "ref.stream=true", "reference and rollout take turns on pool actor_side"),
     ],
 )
 def test_a_key_that_another_makes_useless_is_an_error(text: str, override: str, reason: str):
     message = error_of(text, override)
     assert message.startswith(override.split("=")[0] + " would have no effect: ")
     assert reason in message
+
+
+def test_a_reference_that_streams_takes_rows():
+    pools = "{a: {roles: [actor, rollout], devices: 1}, b: {roles: [ref], devices: 1}}"
+    apart = f"{GRPO}placement: {{pools: {pools}}}\n"
+    said = ("algorithm.kl.in=loss", "ref.stream=true")
+    assert graph_of(parse(apart, *said))["ref_log_prob"].takes == "rows"
+    assert graph_of(parse(apart, said[0]))["ref_log_prob"].takes == "batch"
+    for other in ("schedule.overlap=false", "algorithm.dynamic_sampling.on=true"):
+        assert "ref.stream would have no effect" in error_of(apart, *said, other)
 
 
 def test_steps_and_epochs_exclude_each_other():
@@ -142,7 +154,6 @@ def test_steps_and_epochs_exclude_each_other():
 @pytest.mark.parametrize(
     "override",
     [
-        "ref.stream=true",
         "placement.pools.actor_side.python=py",
     ],
 )  # fmt: skip

@@ -34,6 +34,7 @@ def folder(tmp_path_factory):
     """Models, prompts and a reward function."""
     root = tmp_path_factory.mktemp("train")
     tiny_checkpoint(root / "policy", layers=4, hidden=128)
+    tiny_checkpoint(root / "other", layers=4, hidden=128, seed=2)
     tiny_checkpoint(root / "scorer", layers=4, hidden=128, head="score", seed=1)
     for name, n in (("train", 64), ("val", 5)):
         rows = [{"prompt": f"{i * 37 % 1000}>", "reward_model": {"ground_truth": str(i)}} for i in range(n)]
@@ -237,6 +238,35 @@ def test_grpo_with_a_function_reward_and_a_pool_for_generation(folder):
     ran = kernels(timeline)
     assert {LINEAR, "policy_loss", "kl"} <= ran["update_actor"]
     assert "group_moments" in ran["advantage"]
+
+
+def test_a_reference_that_streams_scores_while_others_are_written_and_changes_no_number(folder):
+    shape = {
+        "algorithm": {"name": "grpo", "kl": {"in": "loss", "kind": "k3", "coef": 0.01}},
+        "batch": {"prompts": 5, "samples_per_prompt": 3, "mini_batch_samples": 8},
+        "critic": None,
+        "reward": "reward.py:compute_score",
+        "rollout": {"max_batch_tokens": 3 * (8 + 24)},  # three samples at a time
+        "placement": {
+            "pools": {
+                "learn": {"roles": ["actor", "rollout"], "devices": 1},
+                "frozen": {"roles": ["ref"], "devices": 2},
+            }
+        },
+        "cluster": {"nodes": 1, "device": "cpu", "per_node": 3},
+        "data": {"train_files": ["train.jsonl"], "max_prompt_tokens": 8},
+    }
+    seen = []
+    for name, stream in (("whole", False), ("streamed", True)):
+        path = recipe(folder, name, **shape, ref={"dtype": "float32", "path": "other", "stream": stream})
+        train(path, "run.steps=1", "actor.optim.lr=1e-2")
+        timeline = Timeline.load(folder / "runs" / name / "timeline.json")
+        seen.append((metrics(folder / "runs" / name)[-1], timeline.overlap_s("generate", "ref_log_prob")))
+    (whole, none), (streamed, some) = seen
+    assert (none, some > 0) == (0, True)
+    assert whole["actor/kl_loss"] > 0.01  # the reference is another model
+    for name in ("actor/kl_loss", "actor/grad_norm", "actor/pg_loss", "critic/score/mean"):
+        assert streamed[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-7), name
 
 
 def wait_until(condition, limit_s: float) -> bool:

@@ -154,6 +154,18 @@ def test_no_process_stays_after_the_driver_is_stopped(drivers, how, within_s):
     assert not Path(session).exists()
 
 
+def test_a_start_that_takes_too_long_says_how_busy_the_machine_is(monkeypatch):
+    def too_slow(**_: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray, "init", too_slow)
+    with (
+        pytest.raises(RayStartError, match=r"not started within its 30 s: .* \(load .* on \d+ cores"),
+        local_cluster(1),
+    ):
+        pass
+
+
 def test_a_running_cluster_is_joined_by_address_and_left_running():
     other = subprocess.Popen([sys.executable, "-c", OTHER_RAY], stdout=subprocess.PIPE, text=True)
     try:

@@ -87,6 +87,20 @@ def test_flags_that_are_imported_again_give_the_same_plan(system, name, override
     assert again.lengths == recipe.lengths
 
 
+def test_what_waits_in_host_memory_is_emitted_or_said():
+    waiting = ("actor.offload=true", "ref.offload=true")
+    script = emitted("verl", *planned("ppo", *waiting))
+    for name in (
+        "actor.megatron.optimizer_offload",
+        "actor.megatron.param_offload",
+        "ref.megatron.param_offload",
+    ):
+        assert f"actor_rollout_ref.{name}=True" in script
+    assert "critic.megatron.param_offload" not in script
+    assert "# left out: offload of actor, ref: " in emitted("openrlhf", *planned("ppo", *waiting))
+    assert "offload" not in emitted("verl", *planned("ppo")) + emitted("openrlhf", *planned("ppo"))
+
+
 def planned_without_kl(*overrides: str) -> tuple[Recipe, PlacementPlan]:
     text = BASE.replace("NAME", "dapo").replace(", kl: {in: reward, coef: 0.002}", "")
     lines = [line for line in text.splitlines() if not line.startswith("ref:")]

@@ -73,3 +73,22 @@ def test_every_shape_is_read_as_bash_passes_it_on():
 def test_a_value_that_only_running_could_tell_is_never_guessed(script, said):
     with pytest.raises(ForeignConfigError, match=said):
         read_script(script, OURS)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("main_ppo a.b=1 \\\n  # why\n  c.d=2 \\\n  e.f=3", r"line 3: c\.d=2 is no part of a command"),
+        ("main_ppo a.b=1 \\\n  c.d=2\n  +e.f=3", r"line 3: \+e\.f=3 is no part of a command"),
+        ("main_ppo --a 1\n  --b 2", r"line 2: --b is no part of a command"),
+    ],
+)
+def test_a_setting_that_a_comment_or_a_missing_backslash_cuts_off_is_an_error(script, said):
+    with pytest.raises(ForeignConfigError, match=said):
+        read_script(script, OURS)
+
+
+@pytest.mark.parametrize("outer", ["srun -N 2 bash -c", "docker exec box bash -lc", "ssh node", "eval"])
+def test_a_command_given_to_another_shell_as_text_is_read(outer):
+    script = f"N=3\n{outer} \"cd /w && python -m verl.main_ppo a.b=$N 'c.d=x y'\""
+    assert read_script(script, re.compile(r"^verl\.")).words == ("a.b=3", "c.d=x y")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rolemesh.launch.config import parse_recipe
+from rolemesh.launch.import_command import written
 from rolemesh.placement.importers import ForeignConfigError, import_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "imports"
@@ -145,3 +147,17 @@ def test_a_remote_reward_and_overrides():
 def test_text_without_flags_is_refused():
     with pytest.raises(ForeignConfigError, match="no flags such as --actor_num_nodes 1"):
         import_config("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray")
+
+
+def test_with_adapters_the_reference_stays_a_model_of_its_own_as_there():
+    found = import_config("openrlhf", with_flags("--lora_rank 8"))
+    assert found.recipe["actor"]["lora"] == found.recipe["critic"]["lora"] == {"rank": 8, "alpha": 16.0}
+    assert found.recipe["ref"]["kind"] == "model"
+    assert found.recipe["critic"]["optim"]["min_lr"] == 9e-7
+    parse_recipe(found.to_yaml(), Path())
+
+
+def test_a_secret_is_in_neither_the_table_nor_the_recipe():
+    found = import_config("openrlhf", with_flags("--use_wandb abcd1234"))
+    assert {entry.name: entry.value for entry in found.ignored}["use_wandb"] == "***"
+    assert "abcd1234" not in written("openrlhf", Path("run.sh"), found)

@@ -166,6 +166,26 @@ def test_an_estimator_that_is_not_here_is_refused_by_name():
         import_config("verl", "algorithm.adv_estimator=gpg")
 
 
+def test_a_configuration_of_the_users_own_is_told_as_changing_results():
+    own = import_config("verl", "python -m verl.trainer.main_ppo --config-path cfg -cn mine trainer.nnodes=1")
+    told = {entry.name: (entry.value, entry.harmless) for entry in own.ignored}
+    assert told == {"config-path": ("cfg", False), "config-name": ("mine", False)}
+    known = import_config(
+        "verl", "python -m verl.trainer.main_ppo --config-name=ppo_trainer --multirun trainer.nnodes=1"
+    )
+    assert {entry.name: entry.harmless for entry in known.ignored} == {"config-name": True, "multirun": True}
+    assert known.recipe["cluster"]["nodes"] == 1
+
+
+def test_with_adapters_the_reference_is_the_actor_and_its_settings_do_not_count():
+    said = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.use_kl_loss=True"]
+    found = import_config("verl", FSDP_GRPO, said)
+    assert "ref" not in found.recipe
+    told = [entry for entry in found.ignored if entry.name.startswith("actor_rollout_ref.ref.")]
+    assert told
+    assert all(entry.harmless for entry in told)
+
+
 def test_text_without_settings_is_refused():
     with pytest.raises(ForeignConfigError, match="'hello' is no setting such as"):
         import_config("verl", "hello")
