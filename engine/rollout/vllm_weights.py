@@ -52,8 +52,10 @@ class WeightsExtension:
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have a reload pad and pack experts again. On a CPU vLLM 0.32 does that only with a kernel's first weights;
-    on a GPU, whose graphs keep the kernel, it converts them each time.
+    """Have a reload pad and pack experts again.
+
+    On a CPU vLLM 0.32 does that only with a kernel's first weights; on a GPU, whose graphs keep the kernel,
+    it converts them each time.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
