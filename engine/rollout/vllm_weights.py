@@ -36,12 +36,15 @@ class WeightsExtension:
         )
 
         model = self._model()
+        held = {name for name, _ in model.named_parameters()}
         if self.device.type == "cpu":
             _forget_expert_kernels(model)
         initialize_layerwise_reload(model)
-        held = {name for name, _ in model.named_parameters()}  # not what vLLM has derived from them
+        held &= {name for name, _ in model.named_parameters()}  # without what vLLM derives from others
         loaded = model.load_weights(of_ranks[self.rank].read())
         finalize_layerwise_reload(model, self.model_config)
+        if self.device.type == "cpu":
+            _pack_heads(model)
         return [] if loaded is None else sorted(held - set(loaded))  # None: a model that does not tell
 
     def _model(self) -> Any:
@@ -51,10 +54,19 @@ class WeightsExtension:
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Have a reload pad and pack experts again.
 
-    vLLM 0.32 does that only with the kernel's first weights. A GPU's keeps the form they are loaded in, and
-    CUDA graphs keep the kernel.
+    On a CPU vLLM 0.32 does that only with a kernel's first weights; on a GPU, whose graphs keep the kernel,
+    it converts them each time.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if hasattr(method, "moe_kernel"):
             method.moe_kernel = None
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """Pack the matrix that makes logits again: a reload leaves it out where it is the embedding's."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)

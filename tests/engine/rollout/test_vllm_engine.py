@@ -16,6 +16,9 @@ from kept import engine_side, keep
 from safetensors.torch import load_file
 from tiny import char_tokenizer, tiny_checkpoint, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm_samples import greedy as likeliest
+from vllm_samples import prompts
+from vllm_samples import write as written
 
 from rolemesh.engine.protocol import DataProto
 from rolemesh.engine.rollout import RolloutError, SamplingOptions
@@ -117,35 +120,17 @@ def checksums(worker: Any) -> dict[str, float]:
 
 
 def batch(lengths: list[int], width: int = 112) -> DataProto:
-    generator = torch.Generator().manual_seed(0)
-    mask = (torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)).long()
-    ids = torch.randint(20, 100, mask.shape, generator=generator) * mask
-    return DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": mask, "row_ids": torch.arange(len(lengths))}
-    )
+    return prompts(lengths, width)
 
 
 def write(engine: VLLMEngine, data: DataProto, **changes: Any) -> DataProto:
     """The columns of all rows."""
-    rows = Rows(data, replace(OPTIONS, **changes))
-    for samples in engine.generate(rows.requests()):
-        for sample in samples:
-            rows.add(sample)
-    return rows.columns(range(len(data)), partial=True)
+    return written(engine, data, replace(OPTIONS, **changes))
 
 
 def greedy(model: PreTrainedModel, data: DataProto) -> torch.Tensor:
     """transformers' greedy responses [b, R], padded."""
-    width = data.batch["input_ids"].shape[1]
-    ids = model.generate(
-        data.batch["input_ids"],
-        attention_mask=data.batch["attention_mask"],
-        do_sample=False,
-        max_new_tokens=OPTIONS.max_response_tokens,
-        eos_token_id=list(OPTIONS.eos_ids),
-        pad_token_id=0,
-    )
-    return torch.nn.functional.pad(ids[:, width:], (0, OPTIONS.max_response_tokens + width - ids.shape[1]))
+    return likeliest(model, data, OPTIONS)
 
 
 def row_log_probs(model: PreTrainedModel, output: DataProto, row: int) -> torch.Tensor:
@@ -317,6 +302,9 @@ def test_every_layer_computes_with_the_numbers_it_was_given(engine: VLLMEngine, 
 FAMILIES = {
     "llama, one key-value head": ("llama", {}),
     "qwen2, tied": ("qwen2", {"tied": True, "vocab": 101}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}),
 }
 
 
@@ -335,7 +323,8 @@ def test_an_engine_cut_over_two_processes_takes_each_ones_part(
 
 def written_by_two(path: Path) -> torch.Tensor:
     """Greedy responses of an engine over two processes, each of which has no more than its rank's part."""
-    engine = VLLMEngine(EngineSpec(str(path), "float32", OPTIONS, 104, tp=2, kv_tokens=1024))
+    spec = EngineSpec(path=str(path), dtype="float32", sampling=OPTIONS, max_tokens=104, tp=2, kv_tokens=1024)
+    engine = VLLMEngine(spec)
     keepers = keep(side(engine), load_file(path / "model.safetensors"))
     engine.load_weights([keeper.weights for keeper in keepers], 0)
     return write(engine, batch([40, 9, 70], 80), do_sample=False).batch["responses"]

@@ -49,7 +49,7 @@ OPTIONS = SamplingOptions(64, eos_ids=(2,), pad_id=0, seed=7)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("actor")
-    return str(tiny_checkpoint(path, "llama", hidden=64, heads=2, kv_heads=2))
+    return str(tiny_checkpoint(path, "llama", tied=True, hidden=64, heads=2, kv_heads=2))
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,13 @@ def spec(checkpoint: str, **changes: Any) -> VLLMRolloutSpec:
 
 @pytest.fixture(scope="module")
 def actor(pool: ResourcePool, checkpoint: str) -> RayWorkerGroup:
-    role = RoleSpec(checkpoint, "lm", optim=OptimConfig(lr=1e-2))
+    return actor_group(pool, Layout(tp=2), "actor", checkpoint)
+
+
+def actor_group(pool: ResourcePool, layout: Layout, role: str, checkpoint: str) -> RayWorkerGroup:
+    spec = RoleSpec(checkpoint, "lm", optim=OptimConfig(lr=1e-2))
     group = RayWorkerGroup(
-        pool, RayClassWithInitArgs(ActorWorker, role, PolicyLoss()), role="actor", layout=Layout(tp=2)
+        pool, RayClassWithInitArgs(ActorWorker, spec, PolicyLoss()), role=role, layout=layout
     )
     group.init_model()
     return group
@@ -126,18 +130,34 @@ def check_received(loading: DataProtoFuture, needed: int, ranks: Sequence[int] =
 
 
 def test_sampled_log_probs_are_the_trainers(actor: RayWorkerGroup, rollout: RayWorkerGroup):
+    check_log_probs(actor, rollout, version=0)
+
+
+def check_log_probs(actor: RayWorkerGroup, rollout: RayWorkerGroup, version: int) -> None:
     written = rollout.generate_sequences(prompts(12))
     scored = actor.compute_log_prob(written)
     mask = written.batch["response_mask"].bool()
     gap = (written.batch["rollout_log_probs"] - scored.batch["old_log_probs"])[mask]
     assert gap.abs().max() < 1e-4
-    assert (written.batch["weight_versions"] == torch.where(mask, 0, -1)).all()
+    assert (written.batch["weight_versions"] == torch.where(mask, version, -1)).all()
     assert "rollout/prefix_cached_share" in written.meta_info["metrics"]
 
 
 def test_after_an_update_greedy_output_is_that_of_transformers_on_the_exported_weights(
     actor: RayWorkerGroup, rollout: RayWorkerGroup, tmp_path: Path
 ):
+    check_update(actor, rollout, tmp_path)
+
+
+def test_and_so_it_is_where_the_actor_is_cut_into_pipeline_stages(
+    pool: ResourcePool, rollout: RayWorkerGroup, checkpoint: str, tmp_path: Path
+):
+    staged = actor_group(pool, Layout(pp=2), "staged", checkpoint)
+    check_update(staged, rollout, tmp_path)
+    check_log_probs(staged, rollout, version=1)
+
+
+def check_update(actor: RayWorkerGroup, rollout: RayWorkerGroup, tmp_path: Path) -> None:
     before = rollout.generate_sequences(prompts(6), greedy=True)
     batch = rollout.generate_sequences(prompts(8))
     batch = batch.union(actor.compute_log_prob(batch))
@@ -146,8 +166,8 @@ def test_after_an_update_greedy_output_is_that_of_transformers_on_the_exported_w
     actor.save_hf(str(tmp_path / "export"))
     loading = rollout.load_weights(actor.export_weights(), version=1, blocking=False)
     loading.get()
-    exported = load_file(tmp_path / "export" / "model.safetensors")
-    check_received(loading, sum(tensor.nbytes for tensor in exported.values()))
+    shards = [load_file(shard) for shard in (tmp_path / "export").glob("*.safetensors")]
+    check_received(loading, sum(tensor.nbytes for shard in shards for tensor in shard.values()))
     assert all(span.notes["received_bytes"] > span.notes["kept_bytes"] / 4 for span in loading.spans)
     after = rollout.generate_sequences(prompts(6), greedy=True)
     want = greedy(AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32), prompts(6))

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,17 +44,29 @@ class Case:
     shared: bool = True
 
 
-def random_case(draw: random.Random) -> Case:
+def random_layout(draw: random.Random, experts: bool) -> Layout:
+    """A training layout of 4 layers, those of a pipeline even, interleaved or uneven."""
+    tp, pp, dp = draw.choice([1, 2, 2, 4]), draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 3])
+    how: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp}
+    if pp == 2:
+        how |= draw.choice([{}, {"vpp": 2}, {"pp_layers": (1, 3)}])
+    if experts:
+        etp = draw.choice([1, tp])
+        ep = draw.choice([n for n in (1, 2, 4) if dp * tp // etp % n == 0])
+        how |= {"ep": ep, "etp": etp, "sequence_parallel": tp > 1}
+    return Layout(**how)
+
+
+def random_case(draw: random.Random, experts: bool) -> Case:
     """A pair of layouts that fits into WORLD processes."""
     together = draw.random() < 0.35
     while True:
-        sizes = [1, 2, 2, 4]
-        source = Layout(tp=draw.choice(sizes), pp=draw.choice([1, 2, 3]), dp=draw.choice([1, 1, 2, 3]))
+        source = random_layout(draw, experts)
         engine = (draw.choice([1, 1, 2, 4]), draw.choice([1, 2, 3, 4]))
         target: Layout | tuple[int, int] = engine
         n_targets = engine[0] * engine[1]
         if draw.random() < 0.3:
-            target = Layout(tp=draw.choice(sizes), pp=draw.choice([1, 2, 3]), dp=draw.choice([1, 2]))
+            target = random_layout(draw, experts)
             n_targets = target.world
         n_all = n_targets if together else source.world + n_targets
         fits = not together or source.world == n_targets
@@ -215,12 +228,13 @@ def test_every_bit_arrives_and_no_more_than_must(checkpoint, store_port):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_bit_arrives_between_random_layouts(tmp_path, store_port, seed):
     draw = random.Random(seed)
-    family, tied = draw.choice(["llama", "qwen2", "qwen3"]), draw.random() < 0.5
+    family = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"][seed]
+    tied = draw.random() < 0.5
     path = tiny_checkpoint(tmp_path / "model", family, tied=tied, vocab=draw.choice([128, 301]), layers=4)
-    cases = [random_case(draw) for _ in range(24)]
+    cases = [random_case(draw, family in ("mixtral", "qwen3_moe")) for _ in range(24)]
     check_reports(cases, path, transferred(cases, path, store_port))
 
 
