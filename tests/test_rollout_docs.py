@@ -32,3 +32,9 @@ def test_the_section_with_an_agent_can_be_read():
     assert (rollout.agent, rollout.agent_turns) == ("/here/my_agent.py:Calculator", 4)
     default = parse_recipe(yaml.safe_dump(REST | {"rollout": {"agent": "a.py:A"}}), Path("/")).rollout
     assert default.agent_timeout_s == rollout.agent_timeout_s
+
+
+def test_the_example_with_an_agent_can_be_read():
+    folder = Path(__file__).parents[1] / "examples"
+    recipe = parse_recipe((folder / "agent.yaml").read_text(), folder)
+    assert Path(recipe.rollout.agent.rpartition(":")[0]).is_file()

@@ -330,62 +330,63 @@ def written_by_two(path: Path) -> torch.Tensor:
     return write(engine, batch([40, 9, 70], 80), do_sample=False).batch["responses"]
 
 
-class Counts:
-    """Answers the first turns of each row with tokens of its own; row 0 answers when row 1 is over."""
+class Answers:
+    """Puts tokens behind two turns of each row; row 0 waits with the first until row 1 is over."""
 
-    ANSWER = (30, 31, 32)
+    TOKENS = (30, 31, 32)
 
     def __init__(self, row: dict[str, Any], tokenizer: Any) -> None:
-        self.row, self.seen = row["extra_info"]["index"], row["extra_info"]["seen"]
+        self.row, self.seen, self.turns = row["index"], row["seen"], 0
 
     def step(self, token_ids: list[int], text: str) -> list[int] | None:
+        self.turns += 1
         self.seen += token_ids
-        turns = self.seen.count(30) + 1
-        if self.row == 0 and turns == 1:
-            assert OVER.wait(60)
-        if turns == 3:
-            if self.row == 1:
-                OVER.set()
+        if self.row == 0 and self.turns == 1:
+            assert ROW_1_IS_OVER.wait(60)
+        if self.turns == 3:
             return None
-        self.seen += self.ANSWER
-        return list(self.ANSWER)
+        self.seen += self.TOKENS
+        return list(self.TOKENS)
 
 
-OVER = threading.Event()
+ROW_1_IS_OVER = threading.Event()
 
 
-def conversed(engine: VLLMEngine, data: DataProto, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
-    """The conversations of all rows, and the rows in the order of their ends."""
-    monkeypatch.setattr(AgentSpec, "load", lambda spec: Counts)
-    OVER.clear()
-    fields = [{"extra_info": {"index": row, "seen": []}} for row in range(len(data))]
+def conversed(engine: VLLMEngine, data: DataProto) -> Conversations:
+    """The conversations of all rows."""
+    ROW_1_IS_OVER.clear()
+    fields = [{"index": row, "seen": []} for row in range(len(data))]
     rows = Rows(data, replace(OPTIONS, max_response_tokens=72))
     tokenizers = Tokenizers(char_tokenizer(), char_tokenizer())
     with Conversations(AgentSpec("a.py:A", ""), rows, fields, tokenizers) as talks:
-        ends = [row for over in side_by_side(talks, engine) for row in over]
-    return talks, ends
+        for over in side_by_side(talks, engine):
+            if 1 in over:
+                ROW_1_IS_OVER.set()
+    return talks
 
 
 def test_a_slow_tool_holds_no_other_conversation_and_every_token_is_one_that_was_seen(
     engine: VLLMEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(AgentSpec, "load", lambda spec: Answers)
     data = batch([60, 40, 50])
-    talks, ends = conversed(engine, data, monkeypatch)
-    assert ends.index(1) < ends.index(0)
+    talks = conversed(engine, data)
     output = talks.columns([0, 1, 2])
-    assert (output.batch["num_turns"] > 1).all()
+    assert talks.turns[0] > 1
+    assert talks.rows.n_cached > 0  # a turn goes on from what the engine has computed
     for row in range(3):
-        own, there = (output.batch[name][row].bool() for name in ("response_mask", "attention_mask"))
+        own = output.batch["response_mask"][row].bool()
+        there = output.batch["attention_mask"][row].bool()
         response = output.batch["responses"][row][there[112:]].tolist()
-        seen = talks.fields[row]["extra_info"]["seen"]
-        assert response[: len(seen)] == seen  # a turn that fills the response is not answered
-        assert not torch.isin(output.batch["responses"][row][own], torch.tensor(Counts.ANSWER)).any()
+        seen = talks.fields[row]["seen"]  # not a turn that fills the response, nor that an answer was cut
+        assert response[: len(seen)] == seen[: len(response)]
+        read = output.batch["responses"][row][there[112:] & ~own].tolist()
+        assert read == (2 * list(Answers.TOKENS))[: len(read)]
         tokens = output.batch["input_ids"][row][there]
         with torch.no_grad():
             log_probs = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
         of_all = log_probs[:-1].gather(-1, tokens[1:, None]).squeeze(-1)[-len(response) :]
-        of_own = of_all[own[there[112:]].nonzero().flatten()]
+        of_own = of_all[own[there[112:]]]
         torch.testing.assert_close(output.batch["rollout_log_probs"][row][own], of_own, atol=1e-4, rtol=0)
-    assert talks.rows.n_cached > 0  # a turn goes on from what the engine has computed
-    again, _ = conversed(engine, data, monkeypatch)
-    assert torch.equal(again.columns([0, 1, 2]).batch["responses"], output.batch["responses"])
+    again = conversed(engine, data).columns([0, 1, 2])
+    assert torch.equal(again.batch["responses"], output.batch["responses"])
