@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import yaml
 
@@ -140,13 +140,10 @@ def load_site(environ: Mapping[str, str] = os.environ) -> Site:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but `12:00:00` is text: not a number to the base of 60."""
+    """YAML 1.1, but `12:00:00` is text: not a number to the base of 60. Keys read other numbers."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [
-            (tag, pattern)
-            for tag, pattern in known
-            if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        ]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":int", ":float"))]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

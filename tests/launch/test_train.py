@@ -240,6 +240,7 @@ def test_grpo_with_a_function_reward_and_a_pool_for_generation(folder):
     assert "group_moments" in ran["advantage"]
 
 
+@pytest.mark.slow
 def test_a_reference_that_streams_scores_while_others_are_written_and_changes_no_number(folder):
     shape = {
         "algorithm": {"name": "grpo", "kl": {"in": "loss", "kind": "k3", "coef": 0.01}},

@@ -224,7 +224,7 @@ def test_roles_that_must_be_apart_need_as_many_devices():
 def test_a_role_that_no_layout_cuts_is_named():
     answer = refuse(ClusterSpec.uniform(1, 8), ScaledCosts(), pins=[Pin("ref", "tp", 3)])
     assert str(answer).startswith("ref: no legal way to run it on any devices of the cluster")
-    assert (answer.proven, answer.visited) == (True, 0)  # known without a search
+    assert (answer.proven, answer.nodes_visited) == (True, 0)  # known without a search
 
 
 def test_time_that_runs_out_leaves_a_plan_with_its_gap_or_says_so():
