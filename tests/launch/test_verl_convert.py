@@ -244,3 +244,8 @@ def test_other_layouts_are_refused_by_name(actor, tmp_path):
     refused(actor, tmp_path, "model/mp_rank_")
     save_file({"x": torch.zeros(1)}, actor / "huggingface/model.safetensors")
     refused(actor, tmp_path, "has the weights already")
+
+
+def test_weights_without_a_configuration_are_refused(actor, tmp_path):
+    shutil.rmtree(actor / "huggingface")
+    refused(actor, tmp_path, "lacks huggingface/config.json")
