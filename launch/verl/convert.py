@@ -117,7 +117,7 @@ def _check(folder: Path, tensors: _Tensors, shape: ModelShape, head: Head) -> to
     if missing := expected.keys() - tensors.shapes.keys():
         raise CheckpointError(f"{folder} lacks {listed(missing)}")
     if unknown := unknown_names(tensors.shapes.keys() - expected.keys() - extra, weights):
-        raise CheckpointError(f"{folder} has tensors that this model does not: {listed(unknown)}")
+        raise CheckpointError(f"{folder} has tensors that this model lacks: {listed(unknown)}")
     wrong = [
         f"{name} {tensors.shapes[name]} (the configuration says {tensor.shape})"
         for name, tensor in expected.items()

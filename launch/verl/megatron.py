@@ -81,9 +81,7 @@ class MegatronTensors:
         self._places = {plan.name: self._find(plan, shape) for plan in plans}
         used = {place.key for place in self._places.values()} | {_HEAD_BIAS}
         if unknown := {key for key in self._saved.keys() - used if key.startswith(_OF_THE_MODEL)}:
-            raise CheckpointError(
-                f"{self._folder} has parameters that this model does not: {listed(unknown)}"
-            )
+            raise CheckpointError(f"{self._folder} has parameters that this model lacks: {listed(unknown)}")
         whole = {tensor.name: tensor.shape for plan in plans for tensor in plan.tensors}
         self.shapes: dict[str, tuple[int, ...]] = dict(whole)
         self.dtypes = {name: self._dtype(plan) for name, plan in self._plans.items()}
