@@ -177,6 +177,20 @@ _KNOWN = {
 }
 
 
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+
+
 class _Reader(pickle.Unpickler):
     """Knows the names above, torch's dtypes, and torch.distributed's classes as records."""
 
@@ -185,8 +199,8 @@ class _Reader(pickle.Unpickler):
             return found
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if module == "torch" and name.endswith("Storage"):
-            return getattr(torch, name).dtype
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
         if module.startswith("torch.distributed.") and name.isidentifier():
             return type(name, (Record,), {})
         raise pickle.UnpicklingError(f"{module}.{name}")
