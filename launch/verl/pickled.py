@@ -97,10 +97,8 @@ class RankFile:
     def _start(self, file: Any, key: str) -> int:
         """Where a storage's bytes begin: after a header that only the file itself tells the length of."""
         header = self._at[f"data/{key}"].header_offset
-        there = file.tell()
         file.seek(header)
         text = file.read(_LOCAL_HEADER_BYTES)
-        file.seek(there)
         n_name, n_extra = (int.from_bytes(text[at : at + 2], "little") for at in (26, 28))
         return int(header + _LOCAL_HEADER_BYTES + n_name + n_extra)
 
