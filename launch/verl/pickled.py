@@ -113,7 +113,7 @@ class RankFile:
             return value
         spec = getattr(value, "_spec", None)
         local = getattr(value, "_local_tensor", None)
-        if not isinstance(spec, Record) or not isinstance(local, Stored):
+        if spec is None or not isinstance(local, Stored):
             raise CheckpointError(f"{self.path}: {name} is a {type(value).__name__}, not a DTensor or tensor")
         cuts = [(axis, place) for axis, place in enumerate(spec.placements) if _kind(place) != "Replicate"]
         if len(cuts) > 1 or any(_kind(place) != "Shard" for _, place in cuts):
