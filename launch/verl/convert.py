@@ -36,8 +36,13 @@ _HEAD_WEIGHT, _HEAD_BIAS = f"{HEAD_NAME}.weight", f"{HEAD_NAME}.bias"
 class _Tensors(Protocol):
     """Whole tensors of a role, by Hugging Face name."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Their shapes."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Their types, as saved."""
 
     def read(self, name: str) -> Tensor:
         """One of them."""
@@ -53,6 +58,8 @@ def find_role(path: Path, role: str) -> Path | None:
         path = path / f"global_step_{(path / _LATEST).read_text().strip()}"
     if (path / SETTINGS / "config.json").is_file():
         return path
+    if is_fsdp(path) or is_megatron(path):
+        raise CheckpointError(f"{path} lacks {SETTINGS}/config.json, which verl saves beside the weights")
     if not _STEP.fullmatch(path.resolve().name):
         return None
     if not (path / role / SETTINGS / "config.json").is_file():
@@ -87,7 +94,8 @@ def _open(folder: Path, shape: ModelShape) -> tuple[_Tensors, Head, str]:
     if (folder / "adapter_checkpoint").exists():
         raise CheckpointError(f"{folder}/adapter_checkpoint: adapters of Megatron are not merged")
     if is_fsdp(folder):
-        expected = {name: x.shape for head in ("lm", "value") for name, x in hf_tensors(shape, head).items()}
+        either = hf_tensors(shape, "lm") | hf_tensors(shape, "value")
+        expected = {name: tensor.shape for name, tensor in either.items()}
         tensors = FsdpTensors(folder, expected)
         return tensors, "value" if _HEAD_WEIGHT in tensors.shapes else "lm", "FSDP"
     if is_megatron(folder):
@@ -109,7 +117,7 @@ def _check(folder: Path, tensors: _Tensors, shape: ModelShape, head: Head) -> to
     if missing := expected.keys() - tensors.shapes.keys():
         raise CheckpointError(f"{folder} lacks {listed(missing)}")
     if unknown := unknown_names(tensors.shapes.keys() - expected.keys() - extra, weights):
-        raise CheckpointError(f"{folder} has tensors that this model does not: {listed(unknown)}")
+        raise CheckpointError(f"{folder} has tensors that this model lacks: {listed(unknown)}")
     wrong = [
         f"{name} {tensors.shapes[name]} (the configuration says {tensor.shape})"
         for name, tensor in expected.items()

@@ -97,10 +97,8 @@ class RankFile:
     def _start(self, file: Any, key: str) -> int:
         """Where a storage's bytes begin: after a header that only the file itself tells the length of."""
         header = self._at[f"data/{key}"].header_offset
-        there = file.tell()
         file.seek(header)
         text = file.read(_LOCAL_HEADER_BYTES)
-        file.seek(there)
         n_name, n_extra = (int.from_bytes(text[at : at + 2], "little") for at in (26, 28))
         return int(header + _LOCAL_HEADER_BYTES + n_name + n_extra)
 
@@ -115,7 +113,7 @@ class RankFile:
             return value
         spec = getattr(value, "_spec", None)
         local = getattr(value, "_local_tensor", None)
-        if not isinstance(spec, Record) or not isinstance(local, Stored):
+        if spec is None or not isinstance(local, Stored):
             raise CheckpointError(f"{self.path}: {name} is a {type(value).__name__}, not a DTensor or tensor")
         cuts = [(axis, place) for axis, place in enumerate(spec.placements) if _kind(place) != "Replicate"]
         if len(cuts) > 1 or any(_kind(place) != "Shard" for _, place in cuts):
@@ -177,6 +175,20 @@ _KNOWN = {
 }
 
 
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+
+
 class _Reader(pickle.Unpickler):
     """Knows the names above, torch's dtypes, and torch.distributed's classes as records."""
 
@@ -185,8 +197,8 @@ class _Reader(pickle.Unpickler):
             return found
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if module == "torch" and name.endswith("Storage"):
-            return getattr(torch, name).dtype
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
         if module.startswith("torch.distributed.") and name.isidentifier():
             return type(name, (Record,), {})
         raise pickle.UnpicklingError(f"{module}.{name}")

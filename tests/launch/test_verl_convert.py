@@ -120,7 +120,7 @@ def test_two_files_of_one_rank_do_not_make_the_model(actor, tmp_path):
 def test_another_models_configuration_is_refused(actor, tmp_path):
     config = json.loads((actor / "huggingface/config.json").read_text())
     (actor / "huggingface/config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    refused(actor, tmp_path, "tensors that this model does not: model.layers.1")
+    refused(actor, tmp_path, "tensors that this model lacks: model.layers.1")
 
 
 class Evil:
@@ -217,6 +217,11 @@ def test_a_megatron_critic_and_what_is_wrong_with_its_files(tmp_path):
     _as_before_0_16(critic / "dist_ckpt" / ".metadata")
     list(convert_checkpoint(critic, tmp_path / "values2"))
     same(model, tmp_path / "values2")
+    config = critic / "huggingface" / "config.json"
+    told = config.read_text()
+    config.write_text(json.dumps(json.loads(told) | {"num_hidden_layers": 1}))
+    refused(critic, tmp_path, r"is \(2, 64\), the configuration says \(1, 64\)")
+    config.write_text(told)
     file = next((critic / "dist_ckpt").glob("__1_*.distcp"))
     content = file.read_bytes()
     file.write_bytes(content[:-100])
@@ -244,3 +249,8 @@ def test_other_layouts_are_refused_by_name(actor, tmp_path):
     refused(actor, tmp_path, "model/mp_rank_")
     save_file({"x": torch.zeros(1)}, actor / "huggingface/model.safetensors")
     refused(actor, tmp_path, "has the weights already")
+
+
+def test_weights_without_a_configuration_are_refused(actor, tmp_path):
+    shutil.rmtree(actor / "huggingface")
+    refused(actor, tmp_path, "lacks huggingface/config.json")

@@ -143,6 +143,17 @@ def check_log_probs(actor: RayWorkerGroup, rollout: RayWorkerGroup, version: int
     assert "rollout/prefix_cached_share" in written.meta_info["metrics"]
 
 
+def test_a_calls_spans_tell_how_many_responses_were_being_written(rollout: RayWorkerGroup):
+    writing = rollout.generate_sequences(prompts(12), blocking=False)
+    writing.ref()
+    for span in writing.spans:
+        seconds, left = zip(*span.notes["running"], strict=True)
+        assert (seconds[0], left[0], left[-1]) == (0.0, 6, 0)
+        assert list(left) == sorted(left, reverse=True)
+        assert sorted(seconds) == list(seconds)
+        assert seconds[-1] <= span.end_s - span.start_s + 0.01
+
+
 def test_after_an_update_greedy_output_is_that_of_transformers_on_the_exported_weights(
     actor: RayWorkerGroup, rollout: RayWorkerGroup, tmp_path: Path
 ):
