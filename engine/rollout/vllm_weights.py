@@ -58,7 +58,7 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
     it converts them each time.
     """
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
