@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,8 +62,17 @@ main = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"rolemesh {version('rolemesh')}")
+        raise typer.Exit
+
+
 @main.callback()
 def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print the whole stack of an error.")] = False,
 ) -> None:
     """Options before the command."""
@@ -155,11 +165,12 @@ def check(
 ) -> int:
     """Check a recipe against its files, models and this machine; start nothing."""
     from rolemesh.launch.check import check_recipe
-    from rolemesh.launch.config import list_defaults, load_recipe
+    from rolemesh.launch.config import list_defaults, load_recipe, mention_defaults
 
     recipe = load_recipe(recipe_path, [*(overrides or []), *_joined(address)])
     report = check_recipe(recipe, offline=offline)
-    print("\n".join([report.text(), *(list_defaults(recipe) if defaults else [])]))
+    left_out = list_defaults(recipe) if defaults else mention_defaults(recipe)
+    print("\n".join([*left_out, report.text()]))
     return EXIT_BAD_RECIPE if report.problems else EXIT_OK
 
 
@@ -198,7 +209,7 @@ def plan_of_recipe(
         list[Path] | None, typer.Option("--profile", help="Measured devices: a file of `rolemesh calibrate`.")
     ] = None,
     limit_s: Annotated[
-        float, typer.Option("--limit-s", help="Strategy auto: stop searching after so many seconds.")
+        float, typer.Option("--limit-s", min=0, help="Strategy auto: stop searching after so many seconds.")
     ] = 60.0,
     any_software: Annotated[
         bool, typer.Option("--any-software", help="Also plan what this version's workers cannot run.")

@@ -32,6 +32,7 @@ from rolemesh.placement.hints import did_you_mean
 Tree = dict[str, Any]
 S = TypeVar("S", bound=Section)
 FUNCTION_PATH = re.compile(r"\.py:[A-Za-z_]\w*$")
+_SIZES = ("batch", "lengths")  # sections whose defaults a step's time and memory depend on most
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -131,11 +132,11 @@ def list_defaults(recipe: Recipe) -> list[str]:
     return [f"default: {section}: {', '.join(items)}" for section, items in _left_out(recipe).items()]
 
 
-def mention_defaults(recipe: Recipe, sections: Collection[str]) -> list[str]:
-    """The lines of `list_defaults` for these sections, and one with how many keys the others have."""
+def mention_defaults(recipe: Recipe) -> list[str]:
+    """The lines of `list_defaults` for the sizes of a step, and one with how many keys are left besides."""
     left_out = _left_out(recipe)
-    lines = [f"default: {name}: {', '.join(items)}" for name, items in left_out.items() if name in sections]
-    n_others = sum(len(items) for name, items in left_out.items() if name not in sections)
+    lines = [f"default: {name}: {', '.join(items)}" for name, items in left_out.items() if name in _SIZES]
+    n_others = sum(len(items) for name, items in left_out.items() if name not in _SIZES)
     return [*lines, *([f"default: {n_others} other keys; --defaults lists them"] if n_others else [])]
 
 

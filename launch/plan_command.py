@@ -32,9 +32,6 @@ from rolemesh.placement.plan_diff import diff_plans
 from rolemesh.placement.pools import PlacementError
 from rolemesh.placement.roles import PlanRequest
 
-_SIZES = ("batch", "lengths")
-"""Sections whose defaults a plan depends on most."""
-
 # Seconds of computing for the usual strategies and for other mean lengths, as printed and for pictures; for
 # pictures also for other numbers of devices.
 _PRINTED_S, _DRAWN_S, _COUNTS_S = (1.5, 1.2), (10.0, 8.0), 10.0
@@ -94,7 +91,7 @@ def plan_recipe(
     lines += map_lines(plan, rows_of(plan, there, coarse=True)) if show_map else []
     lines += step_lines(planned_step(plan, looked.request), plan) if show_map and looked else []
     lines += [*best, *(f"note: {note}" for note in notes)]
-    lines += list_defaults(recipe) if defaults else mention_defaults(recipe, _SIZES)
+    lines += list_defaults(recipe) if defaults else mention_defaults(recipe)
     if html is not None:
         html.write_text(_page(path, plan, there, looked, recipe, lines), encoding="utf-8")
     return plan, lines

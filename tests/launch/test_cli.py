@@ -1,10 +1,12 @@
 """The command line from outside: exit codes, messages, and how quickly it answers."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,23 @@ def test_train_refuses_what_check_finds_before_anything_is_written(tmp_path: Pat
     assert done.returncode == 2
     assert "problem: actor.path: no folder" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_check_says_what_sizes_were_left_to_their_default_and_how_many_other_keys(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text(
+        "algorithm: grpo\ndata: none.jsonl\nactor: none\nreward: none\nbatch: {samples_per_prompt: 2}\n"
+    )
+    said = CliRunner().invoke(main, ["check", str(tmp_path / "r.yaml")]).stdout.splitlines()
+    assert said[0].startswith("default: batch: prompts = ")
+    assert "samples_per_prompt" not in said[0]
+    assert any(re.fullmatch(r"default: \d+ other keys; --defaults lists them", line) for line in said)
+    assert re.fullmatch(r"\d+ problems", said[-1])
+    every = CliRunner().invoke(main, ["check", str(tmp_path / "r.yaml"), "--defaults"]).stdout
+    assert "default: run: dir = " in every
+
+
+def test_the_version_is_the_packages():
+    assert CliRunner().invoke(main, ["--version"]).stdout == f"rolemesh {version('rolemesh')}\n"
 
 
 def test_usage_errors_exit_with_2():
