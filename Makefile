@@ -34,7 +34,7 @@ quickstart: $(ASSETS)/.made
 	$(BIN)/rolemesh train examples/quickstart.yaml
 
 test: setup vllm
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "($(TESTS)) and not alone"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "($(TESTS)) and not alone"
 	$(BIN)/python -m pytest -m "($(TESTS)) and alone"
 
 test-slow: setup vllm

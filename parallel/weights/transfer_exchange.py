@@ -108,8 +108,7 @@ class Exchange:
             if route is Route.NCCL:
                 together.append((self.link.nccl.send, packed, reader))
             elif route is Route.GLOO:
-                tag = _tag(n, _DATA)
-                self._sending[n].append(_Under(self.link.gloo.send([packed], reader, tag), reader))
+                self._sending[n].append(self._begin(self.link.gloo.send, packed, reader, n, _DATA))
 
     def _announce(self, n: int, step: Step) -> None:
         """Tell those who read this process's memory that the round is there; they tell when it is read."""
@@ -118,8 +117,8 @@ class Exchange:
             torch.cuda.current_stream().synchronize()
         for reader in readers:
             ready, done = torch.ones(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
-            self._sending[n].append(_Under(self.link.gloo.send([ready], reader, _tag(n, _READY)), reader))
-            self._sending[n].append(_Under(self.link.gloo.recv([done], reader, _tag(n, _READ)), reader))
+            self._sending[n].append(self._begin(self.link.gloo.send, ready, reader, n, _READY))
+            self._sending[n].append(self._begin(self.link.gloo.recv, done, reader, n, _READ))
 
     def _read_by(self, outgoing: list[Packet]) -> list[int]:
         own, route = self.link.process, self.link.crossing.route
@@ -133,25 +132,34 @@ class Exchange:
             other = packet.process
             route = self.link.crossing.route(other, self.link.process)
             if route.is_read:
-                work = None  # a message is waited for once, also where several packets follow it
+                under = _Under(
+                    None, other
+                )  # a message is waited for once, also where several packets follow it
                 if other not in told:
                     ready = torch.empty(1, dtype=torch.uint8)
-                    work = self.link.gloo.recv([ready], other, _tag(n, _READY))
+                    under = self._begin(self.link.gloo.recv, ready, other, n, _READY)
                     told.add(other)
                     self._count(1, route)
                 memory = self.link.read[other, packet.on_device][n % HALVES][packet.offset :]
-                arriving.append(_Arriving(_Under(work, other), packet, memory, route))
+                arriving.append(_Arriving(under, packet, memory, route))
                 continue
             start = used[packet.on_device]
             used[packet.on_device] += packet.n_bytes
             memory = self.link.room(packet.on_device)[n % HALVES][start : start + packet.n_bytes]
-            work = None
             if route is Route.NCCL:
                 together.append((self.link.nccl.recv, memory, other))
+                under = _Under(None, other)
             else:
-                work = self.link.gloo.recv([memory], other, _tag(n, _DATA))
-            arriving.append(_Arriving(_Under(work, other), packet, memory, route))
+                under = self._begin(self.link.gloo.recv, memory, other, n, _DATA)
+            arriving.append(_Arriving(under, packet, memory, route))
         return arriving
+
+    def _begin(self, call: Callable[..., Any], memory: Tensor, other: int, n: int, kind: int) -> _Under:
+        """Start a send or receive over gloo, which may know already that the other has ended."""
+        try:
+            return _Under(call([memory], other, _tag(n, kind)), other)
+        except RuntimeError as error:
+            raise self._lost(other, n, error) from error
 
     def _arrive(self, n: int) -> Iterator[tuple[str, Tensor]]:
         """Put in place what comes in round `n`; the tensors that are whole with it."""
@@ -167,7 +175,7 @@ class Exchange:
             torch.cuda.current_stream().synchronize()
         for other in readable:
             read = torch.ones(1, dtype=torch.uint8)
-            self._sending[n].append(_Under(self.link.gloo.send([read], other, _tag(n, _READ)), other))
+            self._sending[n].append(self._begin(self.link.gloo.send, read, other, n, _READ))
 
     def _copy(self, step: Step) -> Iterator[tuple[str, Tensor]]:
         """What stays in this process."""
@@ -225,11 +233,15 @@ class Exchange:
             else:
                 under.work.wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
-            other = self.link.members[under.other].what
-            late = "timed out" in str(error).lower()
-            why = f"waited {limit_s:g} s for {other}" if late else f"lost {other}: it has ended or given up"
-            where = f"transfer {self.link.meeting.pair}, round {n + 1} of {len(self.link.steps)}"
-            raise TransferError(f"{where}: {self._me} {why} ({str(error).splitlines()[0]})") from error
+            raise self._lost(under.other, n, error) from error
+
+    def _lost(self, other: int, n: int, error: Exception) -> TransferError:
+        """What a send or receive that failed in round `n` says of the one at its other end."""
+        name, limit_s = self.link.members[other].what, self.link.meeting.limit_s
+        late = "timed out" in str(error).lower()
+        why = f"waited {limit_s:g} s for {name}" if late else f"lost {name}: it has ended or given up"
+        where = f"transfer {self.link.meeting.pair}, round {n + 1} of {len(self.link.steps)}"
+        return TransferError(f"{where}: {self._me} {why} ({str(error).splitlines()[0]})")
 
     @property
     def _me(self) -> str:

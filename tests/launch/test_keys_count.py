@@ -147,6 +147,10 @@ SAVED = ["run.save_every=2", "run.validate_every=2", "run.keep_last=2"]
 WITH = {
     "reward.parts.NAME.kind": ["reward.parts.NAME.path=null"],
     "reward.text.tokenizer": ["reward.text.template=chat", "reward.text.tokenizer=scorer"],
+    "ref.stream": [
+        "placement.pools={a: {roles: [actor, rollout, critic, reward], devices: 1}, "
+        "b: {roles: [ref], devices: 1}}"
+    ],
     "rollout.partial_share": ["rollout.partial=true"],
     **{f"rollout.{name}": ["rollout.agent=own.py:Agent"] for name in ("agent_turns", "agent_timeout_s")},
     "run.keep_last": ["run.save_every=2"],
