@@ -18,7 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig
 from transformers.utils import logging
 
-sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+# In front of this folder, whose file has the same name.
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
 import make_assets as quickstart
 
 

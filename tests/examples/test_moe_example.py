@@ -14,6 +14,13 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 
+def test_the_command_that_makes_its_models_starts():
+    script = [sys.executable, "examples/moe/make_assets.py", "--help"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--out" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_moe_example_trains_and_its_checkpoint_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("moe_assets", ROOT / "examples/moe/make_assets.py")
