@@ -1,4 +1,4 @@
-"""The command line from outside: exit codes, messages, and how quickly it answers."""
+"""The command line: exit codes, messages, and how quickly it answers."""
 
 import os
 import re
@@ -16,12 +16,13 @@ from rolemesh.launch import cli
 from rolemesh.launch.cli import main
 from rolemesh.launch.fields import RecipeError
 
-ROLEMESH = [sys.executable, "-c", "from rolemesh.launch.cli import main; main()"]
 BAD = "actor: {pth: x}\ndata: a.jsonl\nreward: r\n"
 
 
 def rolemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*ROLEMESH, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    """The command in this process: those that are about processes of their own are below."""
+    done = CliRunner().invoke(main, arguments)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def test_help_loads_none_of_the_heavy_libraries():
