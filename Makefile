@@ -20,8 +20,6 @@ TYPECHECK := build/typecheck/rolemesh
 ASSETS := runs/quickstart-assets
 
 export OMP_NUM_THREADS ?= 1
-# Runs start many processes: without compiled files each compiles all our modules anew.
-unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup vllm quickstart test test-slow sanitize check fast lint types docs clean
 
